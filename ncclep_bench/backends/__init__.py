@@ -1,0 +1,1 @@
+"""The backends: who moves the rows; one file or package each."""

@@ -1,0 +1,369 @@
+"""All-gather of parameters and reduce-scatter of gradients over slots that every peer has mapped once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ncclep_bench.backends.cuda.registration import Registrations
+from ncclep_bench.backends.cuda.session import CudaSession
+from ncclep_bench.backends.cuda.tokens import VEC_BYTES
+from ncclep_bench.model.placement import Placement
+from ncclep_bench.native.loader import Launch
+from ncclep_bench.runtime.nccl import Part
+
+BoolArray = npt.NDArray[np.bool_]
+
+SMALLEST_CHUNK_BYTES, CHUNK_BYTES = 2 << 10, 16 << 10
+"""Of a block, what one warp copies or adds up at a time: less where there are more warps than work."""
+COPY_ENGINE_BYTES = 2 << 20
+"""Blocks from here on are copied by the copy engines, which are faster but take longer to start."""
+
+
+class ExpertHandle:
+    """Parameters and gradients of one rank in peer-reachable memory; collective to create, to update and to call.
+
+    To and from ranks out of reach whole blocks are exchanged from where they lie: parameters into their place,
+    gradients into an inbox, from which the kernel then adds as it does from a neighbour's memory.
+    """
+
+    def __init__(self, session: CudaSession, *, placement: Placement, block_bytes: int, in_place: bool) -> None:
+        self.session, self.placement, self.block_bytes, self.in_place = session, placement, block_bytes, in_place
+        held = int(placement.local_counts.max())
+        experts = placement.num_experts * block_bytes
+        parts = {
+            "ready_flags": 8 * session.size,
+            "done_flags": 8 * session.size * session.blocks,
+            "all": experts,
+        }
+        flags = {"ready_flags": 1, "done_flags": 1}
+        self._heap = session.heap(parts, flags=flags, not_in_outbox="all")
+        self.all = self._heap.address("all")
+        self.held = self.all if in_place else session.allocate(held * block_bytes)
+        self._state = session.new_state()
+        ranks, experts_held = session.size, len(placement.experts_of_rank[session.rank])
+        self._copies = session.allocate(24 * placement.num_experts * (ranks + 1))
+        self._terms = session.allocate(8 * max(experts_held, 1) * ranks)
+        self._sums = session.allocate(8 * max(experts_held, 1))
+        self._crossing = self._crossed_bytes = 0
+        self._inbox = self._from_inbox_bytes = 0
+        self._late: dict[int, int] = {}
+        """By expert, where a sum waits until its place may be written."""
+        self.run: Callable[[], None]
+        self._by_engine: list[tuple[int, int, int]] = []
+
+    @property
+    def copies_by_engine(self) -> bool:
+        """Whether parameters go through the copy engines."""
+        return self.block_bytes >= COPY_ENGINE_BYTES
+
+    def exchange(self, own: BoolArray) -> BoolArray:
+        """Everybody's bitmap, bool [ranks, experts]; collective."""
+        bits = np.packbits(own)
+        table = np.stack([np.frombuffer(data, np.uint8) for data in self.session.group.allgather(bits.tobytes())])
+        return np.unpackbits(table, axis=1, count=self.placement.num_experts).astype(bool)
+
+    def gather(self, needed: BoolArray) -> None:
+        """Make the launch `run` that pushes this rank's parameters to whom needs them."""
+        me, block = self.session.rank, self.block_bytes
+        copies: list[tuple[int, int, int]] = []
+        for local, expert in enumerate(self.placement.experts_of_rank[me]):
+            source = self._held(local, expert)
+            for distance in range(1, self.session.size + 1):
+                rank = (me + distance) % self.session.size
+                if rank in self.session.out_of_reach or not self._serves(needed, me, rank, expert):
+                    continue
+                target = self._heap.address("all", rank) + expert * block
+                if target != source:
+                    copies.append((source, target, int(rank != me)))
+        self._crossing = sum(crosses for _, _, crosses in copies) * block
+        if self.copies_by_engine:
+            self._by_engine = _joined(copies, block)
+            self.run = self._gather_around(needed, self._copy_by_engine)
+        else:
+            self._write_table(self._copies, np.array(copies, np.uint64).reshape(-1, 3))
+            self.run = self._gather_around(needed, self._launch("copy_blocks", len(copies)))
+
+    def _serves(self, needed: BoolArray, holder: int, rank: int, expert: int) -> bool:
+        """Whether `rank` takes an expert from that holder."""
+        return bool(needed[rank, expert] and self.placement.replica_rank[rank, expert] == holder)
+
+    def _gather_around(self, needed: BoolArray, copy: Callable[[], None]) -> Callable[[], None]:
+        """`copy`, followed by what is exchanged with ranks out of reach."""
+        if self.session.staging is None:
+            return copy
+        me, block, held = self.session.rank, self.block_bytes, self.placement.experts_of_rank
+
+        def gather() -> None:
+            # In the order in which their holder sends them, which need not be that of the experts' numbers.
+            distant = sorted(self.session.out_of_reach)
+            away = [
+                Part(rank, self._held(local, expert), block)
+                for rank in distant
+                for local, expert in enumerate(held[me])
+                if self._serves(needed, me, rank, expert)
+            ]
+            coming = [
+                Part(holder, self._whole(expert), block)
+                for holder in distant
+                for expert in held[holder]
+                if self._serves(needed, holder, me, expert)
+            ]
+            copy()
+            self._crossed_bytes += self.session.exchange(away, coming, "the all-gather of parameters")
+
+        return gather
+
+    def reduce(self, has_gradient: BoolArray, dtype: str) -> None:
+        """Make the launch `run` that reads and adds up the gradients of this rank's experts."""
+        held, owners = self.placement.experts_of_rank[self.session.rank], self.placement.owners
+        # In place, another owner may still read a row: the sum takes its place only after everybody has read.
+        shared = [expert for expert in held if self.in_place and len(owners[expert]) > 1]
+        if shared and not self._late:
+            first = self.session.allocate(len(shared) * self.block_bytes)
+            self._late = {expert: first + place * self.block_bytes for place, expert in enumerate(shared)}
+        moves = _joined([(at, self._whole(expert), 0) for expert, at in self._late.items()], self.block_bytes)
+        self._bind_terms(has_gradient)
+        add = self._adding(dtype)
+
+        def reduce() -> None:
+            add()
+            for source, target, nbytes in moves:
+                self.session.device.copy(target, source, nbytes)
+
+        self.run = self._reduce_around(has_gradient, reduce)
+
+    def _adding(self, dtype: str) -> Launch:
+        return self._launch(f"add_blocks_{dtype}", len(self.placement.experts_of_rank[self.session.rank]))
+
+    def _bind_terms(self, has_gradient: BoolArray) -> None:
+        """Tell the kernel where gradients are and where sums go."""
+        held = self.placement.experts_of_rank[self.session.rank]
+        inbox = {(part.peer, expert): part.address for expert, part in self._coming(has_gradient)}
+        terms = np.zeros((len(held), self.session.size), np.uint64)
+        for local, expert in enumerate(held):
+            for rank in map(int, np.flatnonzero(has_gradient[:, expert])):
+                terms[local, rank] = inbox.get((rank, expert)) or self._gradient(rank, expert)
+        self._write_table(self._terms, terms)
+        sums = [self._late.get(expert) or self._held(local, expert) for local, expert in enumerate(held)]
+        self._write_table(self._sums, np.array(sums, np.uint64))
+
+    def _coming(self, has_gradient: BoolArray) -> list[tuple[int, Part]]:
+        """Experts whose gradients come from ranks out of reach, and where they arrive."""
+        held = self.placement.experts_of_rank[self.session.rank]
+        if self._inbox == 0:
+            self._inbox = self.session.allocate(len(held) * len(self.session.out_of_reach) * self.block_bytes)
+        coming = [
+            (expert, rank)
+            for expert in held
+            for rank in map(int, np.flatnonzero(has_gradient[:, expert]))
+            if rank in self.session.out_of_reach
+        ]
+        return [
+            (expert, Part(rank, self._inbox + place * self.block_bytes, self.block_bytes))
+            for place, (expert, rank) in enumerate(coming)
+        ]
+
+    def _reduce_around(self, has_gradient: BoolArray, add: Callable[[], None]) -> Callable[[], None]:
+        """`add`, preceded by what is exchanged with ranks out of reach."""
+        if self.session.staging is None:
+            return add
+
+        def reduce() -> None:
+            away = [
+                Part(owner, self._whole(expert), self.block_bytes)
+                for owner in sorted(self.session.out_of_reach)
+                for expert in self.placement.experts_of_rank[owner]
+                if has_gradient[self.session.rank, expert]
+            ]
+            coming = [part for _, part in self._coming(has_gradient)]
+            self._crossed_bytes += self.session.exchange(away, coming, "the reduce-scatter of gradients")
+            add()
+            self._from_inbox_bytes += len(coming) * self.block_bytes
+
+        return reduce
+
+    def _whole(self, expert: int) -> int:
+        """Where this rank's row of an expert lies among those of all experts."""
+        return self.all + expert * self.block_bytes
+
+    def _held(self, local: int, expert: int) -> int:
+        """Where it lies among those of the experts that this rank holds."""
+        return self.held + (expert if self.in_place else local) * self.block_bytes
+
+    def _gradient(self, rank: int, expert: int) -> int:
+        """Where this rank sees the gradient of a rank in reach."""
+        return self._heap.address("all", rank) + expert * self.block_bytes
+
+    def _write_table(self, address: int, table: npt.NDArray[np.uint64]) -> None:
+        self.session.device.write(address, table)
+
+    def _launch(self, kernel: str, blocks: int) -> Launch:
+        # From the most that any rank can have to do: grids must be equal on all ranks, and the same in all launches.
+        most_bytes = int(self.placement.local_counts.max()) * self.session.size * self.block_bytes
+        warps = self.session.device.threads // 32
+        share_bytes = most_bytes // (self.session.blocks * warps) // VEC_BYTES * VEC_BYTES
+        chunk_bytes = min(max(share_bytes, SMALLEST_CHUNK_BYTES), CHUNK_BYTES)
+        arguments = self.session.block_arguments(self._heap, self._state)
+        arguments |= {
+            "block_vecs": self.block_bytes // VEC_BYTES,
+            "chunk_vecs": chunk_bytes // VEC_BYTES,
+            "blocks": blocks,
+            "copies": self._copies,
+            "terms": self._terms,
+            "sums": self._sums,
+        }
+        grid = min(self.session.blocks, -(-most_bytes // (chunk_bytes * warps)))
+        return self.session.launch(kernel, arguments, blocks=max(1, grid))
+
+    def _copy_by_engine(self) -> None:
+        self.session.meet_neighbours()
+        for source, target, nbytes in self._by_engine:
+            self.session.device.copy(target, source, nbytes)
+        self._crossed_bytes += self._crossing
+        self.session.meet_neighbours()
+
+    def moved(self) -> tuple[int, int]:
+        """Wire and control bytes: what the kernel counted, what was handed to the copy engines, what was exchanged."""
+        launches, vectors = self.session.state(self._state)
+        # What the kernel read from the inbox has crossed in an exchange, and its sender has counted it.
+        wire = vectors * VEC_BYTES - self._from_inbox_bytes + self._crossed_bytes
+        return wire, 16 * launches * (self.session.size - 1 - len(self.session.out_of_reach))
+
+    def close(self) -> None:
+        self._heap.close()
+
+
+class RegisteredExpertHandle(ExpertHandle):
+    """The same for buffers of the user's own, bound anew at every call; the host takes part in each.
+
+    Rows that peers read are registered, those of memory that no peer can open are copied into this rank's heap first.
+    Who needs a row reads it where it lies: parameters too, so that one registration serves all who need them.
+    """
+
+    def __init__(
+        self,
+        session: CudaSession,
+        *,
+        placement: Placement,
+        block_bytes: int,
+        capacity: int,
+        whole: Sequence[int],
+        part: Sequence[int],
+    ) -> None:
+        """`capacity`: registrations kept between calls; `whole`, `part`: as `place` takes them, on this rank."""
+        # In place, the heap holds nothing but what is staged.
+        super().__init__(session, placement=placement, block_bytes=block_bytes, in_place=True)
+        self.registrations = Registrations(session, placement.num_experts, capacity)
+        self._tables: dict[int, npt.NDArray[np.uint64]] = {}
+        self.place(whole, part)
+
+    def place(self, whole: Sequence[int], part: Sequence[int]) -> None:
+        """Use these rows from the next call on: addresses of one for each expert, and for each that this rank holds.
+
+        Raises UsageError for a row that is no memory of this rank's device, or not aligned.
+        """
+        for address in (*whole, *part):
+            self.registrations.check(address)
+        self.whole, self.part = list(whole), list(part)
+
+    def gather(self, needed: BoolArray) -> None:
+        me, size, out_of_reach = self.session.rank, self.session.size, self.session.out_of_reach
+        near = [rank for rank in range(size) if rank not in out_of_reach]
+        read = [
+            (local, expert)
+            for local, expert in enumerate(self.placement.experts_of_rank[me])
+            if any(self._serves(needed, me, rank, expert) for rank in near if rank != me)
+        ]
+        # From the next rank on, so that not all read from one at once.
+        wanted = [
+            (rank, expert)
+            for rank in sorted(near, key=lambda rank: (rank - me) % size)
+            for expert in self.placement.experts_of_rank[rank]
+            if self._serves(needed, rank, me, expert)
+        ]
+        local_of = {expert: local for local, expert in enumerate(self.placement.experts_of_rank[me])}
+        self._crossing = sum(rank != me for rank, _ in wanted) * self.block_bytes
+        launch = None if self.copies_by_engine else self._launch("copy_blocks", len(wanted))
+
+        def copy() -> None:
+            self._publish([(expert, self.part[local]) for local, expert in read], "all_gather_experts")
+            copies = [
+                (
+                    self._held(local_of[expert], expert) if rank == me else self._row(rank, expert),
+                    self._whole(expert),
+                    int(rank != me),
+                )
+                for rank, expert in wanted
+            ]
+            if launch is None:
+                # Two rows that are neighbours need not be one allocation, so nothing is joined.
+                self._by_engine = [(source, target, self.block_bytes) for source, target, _ in copies]
+                self._copy_by_engine()
+            else:
+                self._write_table(self._copies, np.array(copies, np.uint64).reshape(-1, 3))
+                launch()
+            self.registrations.release()
+
+        self.run = self._gather_around(needed, copy)
+
+    def reduce(self, has_gradient: BoolArray, dtype: str) -> None:
+        elsewhere = frozenset(range(self.session.size)) - self.session.out_of_reach - {self.session.rank}
+        read = [
+            expert
+            for expert in map(int, np.flatnonzero(has_gradient[self.session.rank]))
+            if elsewhere.intersection(self.placement.owners[expert])
+        ]
+        launch = self._adding(dtype)
+
+        def add() -> None:
+            self._publish([(expert, self.whole[expert]) for expert in read], "reduce_scatter_expert_grads")
+            self._bind_terms(has_gradient)
+            launch()
+            self.registrations.release()
+
+        self.run = self._reduce_around(has_gradient, add)
+
+    def _publish(self, rows: list[tuple[int, int]], operation: str) -> None:
+        staged = self.registrations.publish(rows, self.block_bytes, operation)
+        address_of = dict(rows)
+        for expert in staged:
+            self.session.device.copy(super()._whole(expert), address_of[expert], self.block_bytes)
+
+    def _row(self, rank: int, expert: int) -> int:
+        """Where this rank sees what a peer in reach has published."""
+        return self.registrations.address_of(rank, expert) or super()._gradient(rank, expert)
+
+    def _whole(self, expert: int) -> int:
+        return self.whole[expert]
+
+    def _held(self, local: int, expert: int) -> int:
+        return self.part[local]
+
+    def _gradient(self, rank: int, expert: int) -> int:
+        return self.whole[expert] if rank == self.session.rank else self._row(rank, expert)
+
+    def _write_table(self, address: int, table: npt.NDArray[np.uint64]) -> None:
+        # Writing waits for the device, and rows mostly lie where they lay.
+        if not np.array_equal(self._tables.get(address, table[:0]), table):
+            super()._write_table(address, table)
+            self._tables[address] = table
+
+    def close(self) -> None:
+        self.registrations.close()
+        super().close()
+
+
+def _joined(copies: list[tuple[int, int, int]], block_bytes: int) -> list[tuple[int, int, int]]:
+    """Source, target and bytes of the copies, those of neighbouring blocks in one."""
+    joined: list[tuple[int, int, int]] = []
+    for source, target, _ in sorted(copies, key=lambda copy: copy[1]):
+        if joined:
+            first, at, nbytes = joined[-1]
+            if (first + nbytes, at + nbytes) == (source, target):
+                joined[-1] = (first, at, nbytes + block_bytes)
+                continue
+        joined.append((source, target, block_bytes))
+    return joined

@@ -1,0 +1,212 @@
+"""Buffers of the user's own where peers read them: registered over CUDA IPC, through a cache that forgets (S2)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ncclep_bench.backends.contract import Stats
+from ncclep_bench.backends.cuda.session import CudaSession
+from ncclep_bench.backends.cuda.tokens import VEC_BYTES
+from ncclep_bench.backends.host.session import HostSession
+from ncclep_bench.backends.host.windows import RowWindows
+from ncclep_bench.errors import CannotRunError, UsageError
+from ncclep_bench.runtime.device import HANDLE_BYTES, Allocation
+from ncclep_bench.runtime.registration import RegistrationCache
+
+_ENTRY = np.dtype(
+    [
+        ("identity", "<i8"),
+        ("offset", "<i8"),
+        ("dropped", "<i8"),
+        ("handle", "u1", HANDLE_BYTES),
+    ]
+)
+"""One line of a rank's directory: the allocation in which a row lies, and where in it.
+
+Identity 0: the row is staged. `dropped` belongs to no row: identities of allocations that peers must let go
+of, 0 where the list ends, and `_EVERYTHING` where it would not fit.
+"""
+
+_EVERYTHING = -1
+_HALVES = 2
+
+
+class _NoHandleError(Exception):
+    """No peer can open the memory."""
+
+
+class _Registration(NamedTuple):
+    allocation: Allocation
+    handle: bytes
+
+
+class Registrations:
+    """Rows of user buffers that peers read, made known anew at every call; collective to create and to `publish`.
+
+    Owners keep their registrations in a cache and write into a directory, which the ranks of a host share, where the
+    rows of a call lie and what they have dropped; peers map what they have not mapped yet when they come to read it,
+    and let go of what has been dropped. Memory that no peer can open stays unregistered: `publish` names those rows,
+    and whoever calls copies them to where peers look instead.
+
+    A handle names a whole allocation, so peers map each allocation once, whatever the rows in it. One that has been
+    freed is told by its identity, also when another has got its address: the user need not say that memory is freed.
+    """
+
+    def __init__(self, session: CudaSession, rows: int, capacity: int) -> None:
+        """`rows`: of a call; `capacity`: registrations kept between calls."""
+        self._session, self._device = session, session.device
+        self._meeting = HostSession(session.group, deadline_s=session.deadline_s)
+        self.stats: Stats = self._meeting.stats
+        self._near = [rank for rank in range(session.size) if rank not in session.out_of_reach | {session.rank}]
+        if strangers := set(self._near) - set(self._meeting.local):
+            self._meeting.close()
+            raise CannotRunError(
+                f"rank {session.rank} maps the GPU memory of ranks {sorted(strangers)}, but shares none on the host",
+                hint="start the ranks in one container, or use memory that is bound once",
+            )
+        self._directories = RowWindows(self._meeting, _ENTRY.itemsize, _HALVES * rows, "the call directory")
+        self._halves = {
+            rank: self._directories.of(rank, np.uint8).reshape(-1).view(_ENTRY).reshape(_HALVES, rows)
+            for rank in self._meeting.local
+        }
+        self._cache: RegistrationCache[_Registration] = RegistrationCache(capacity, self.stats.count)
+        self._calls = 0
+        self._live: Counter[int] = Counter()
+        self._dropped: list[int] = []
+        self._mapped: dict[tuple[int, int], int] = {}
+
+    # ---- the owner ----
+
+    def publish(self, rows: Iterable[tuple[int, int]], nbytes: int, operation: str) -> list[int]:
+        """Tell peers where this rank's rows lie, (number, address) of `nbytes` each; the numbers that are not mapped.
+
+        Returns when all ranks of the host have published. What is registered stays so until `release`. Raises
+        UsageError for a row that is no memory of this device, ends behind its allocation, or is not aligned.
+        """
+        lines = self._lines(self._session.rank, self._calls + 1)
+        staged = []
+        for number, address in rows:
+            registration = self._acquire(address, nbytes)
+            if registration is None:
+                staged.append(number)
+                lines[number]["identity"] = 0
+                continue
+            allocation, handle = registration
+            lines[number]["identity"], lines[number]["offset"] = allocation.identity, address - allocation.base
+            lines[number]["handle"][: len(handle)] = np.frombuffer(handle, np.uint8)
+        self._tell_dropped(lines["dropped"])
+        self.stats.count("mr_staged", len(staged))
+        self._calls += 1
+        self._meeting.sync(operation)
+        self._let_go()
+        return staged
+
+    def release(self) -> None:
+        """Drop the least recently used registrations beyond the capacity; peers hear of it at the next call."""
+        self._forget(self._cache.release())
+
+    def opens(self, address: int) -> bool:
+        """Whether peers can map the memory at an address."""
+        return bool(self._device.export(self._device.allocation_of(address)))
+
+    def check(self, address: int) -> Allocation:
+        """The allocation of a row. Raises UsageError where it is no memory of this device, or the row not aligned."""
+        if address % VEC_BYTES:
+            raise UsageError(
+                f"rank {self._session.rank}: a row lies at {address:#x}", hint=f"allowed: multiples of {VEC_BYTES}"
+            )
+        return self._device.allocation_of(address)
+
+    def _acquire(self, address: int, nbytes: int) -> _Registration | None:
+        """None where no peer can open the memory."""
+        allocation = self.check(address)
+        with contextlib.suppress(_NoHandleError):
+            # With the identity: what has been freed is never found again, whatever lies there now.
+            key = (allocation.identity, address, nbytes)
+            return self._cache.acquire(key, lambda: self._register(allocation, address, nbytes))
+        return None
+
+    def _register(self, allocation: Allocation, address: int, nbytes: int) -> _Registration:
+        handle = self._device.export(allocation)
+        if not handle:
+            raise _NoHandleError
+        if address + nbytes > allocation.base + allocation.nbytes:
+            raise UsageError(
+                f"rank {self._session.rank}: a row of {nbytes} bytes at {address:#x} ends behind its allocation",
+                hint=f"allowed: to {allocation.base + allocation.nbytes:#x}",
+            )
+        # Peers must not open what lies where they still have mapped something else.
+        self._forget(self._cache.drop(lambda other: _replaces(allocation, other.allocation)))
+        self._live[allocation.identity] += 1
+        return _Registration(allocation, handle)
+
+    def _forget(self, registrations: Sequence[_Registration]) -> None:
+        for registration in registrations:
+            identity = registration.allocation.identity
+            self._live[identity] -= 1
+            if not self._live[identity]:
+                # Peers map an allocation once: other rows in it would still need that.
+                del self._live[identity]
+                self._dropped.append(identity)
+
+    def _tell_dropped(self, told: npt.NDArray[Any]) -> None:
+        dropped = list(dict.fromkeys(self._dropped))
+        self._dropped = []
+        told[...] = 0
+        told[: len(dropped)] = dropped if len(dropped) <= len(told) else _EVERYTHING
+
+    # ---- the peers ----
+
+    def address_of(self, rank: int, number: int) -> int:
+        """Where this rank sees a row that a peer in reach has published in the call; 0 where it has been staged."""
+        line = self._lines(rank, self._calls)[number]
+        key = (rank, int(line["identity"]))
+        if not key[1]:
+            return 0
+        base = self._mapped.get(key)
+        if base is None:
+            start = time.perf_counter_ns()
+            base = self._mapped[key] = self._device.map(line["handle"].tobytes(), rank)
+            self.stats.count("mr_miss_total_us", (time.perf_counter_ns() - start) / 1e3)
+        return base + int(line["offset"])
+
+    def _let_go(self) -> None:
+        gone: list[tuple[int, int]] = []
+        for rank in self._near:
+            told = self._lines(rank, self._calls)["dropped"]
+            if told[0] == _EVERYTHING:
+                gone += [key for key in self._mapped if key[0] == rank]
+            else:
+                listed = {(rank, int(identity)) for identity in told[: np.count_nonzero(told)]}
+                gone += listed & self._mapped.keys()
+        if gone:
+            start = time.perf_counter_ns()
+            self._device.unshare([self._mapped.pop(key) for key in gone])
+            self.stats.count("mr_miss_total_us", (time.perf_counter_ns() - start) / 1e3)
+
+    def _lines(self, rank: int, call: int) -> npt.NDArray[Any]:
+        """A rank's lines of a call. Calls take turns with two halves: a slow peer may still read those of the last."""
+        lines: npt.NDArray[Any] = self._halves[rank][call % _HALVES]
+        return lines
+
+    def close(self) -> None:
+        """Let go of everything that is mapped; waits for this rank's device alone."""
+        self._device.unshare(list(self._mapped.values()))
+        self._mapped.clear()
+        self._cache.clear()
+        self._halves.clear()
+        self._directories.close()
+        self._meeting.close()
+
+
+def _replaces(one: Allocation, other: Allocation) -> bool:
+    """Whether an allocation lies, in part at least, where another has been."""
+    apart = one.base + one.nbytes <= other.base or other.base + other.nbytes <= one.base
+    return one.identity != other.identity and not apart

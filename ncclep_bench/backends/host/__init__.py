@@ -1,0 +1,1 @@
+"""EP collectives between processes: shared windows on one host, messages elsewhere."""

@@ -1,0 +1,1 @@
+"""NVIDIA's own collectives: the traditional partners, and parameters and gradients where NCCL has an operation."""

@@ -1,0 +1,1 @@
+"""One file per family of checks; each ends in its table CHECKS."""

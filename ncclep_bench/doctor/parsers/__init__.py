@@ -1,0 +1,1 @@
+"""Recorded command output into facts: one module per family of sources, each a pure function lines → facts."""

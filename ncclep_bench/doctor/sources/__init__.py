@@ -1,0 +1,1 @@
+"""Readers of facts: one module per kind of source, functions Machine → Reading."""

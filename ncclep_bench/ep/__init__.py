@@ -1,0 +1,1 @@
+"""The public API: communicators and handles, and the C names over them."""

@@ -1,0 +1,1 @@
+"""Typed frozen records that every layer above shares."""

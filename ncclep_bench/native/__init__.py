@@ -1,0 +1,1 @@
+"""CUDA sources and what loads and launches them."""

@@ -1,0 +1,296 @@
+// Runs kernels on a CPU, one thread per CUDA thread: for tests where there is no GPU, never for speed.
+//
+// Covered: blocks, __syncthreads, __syncwarp, shuffles, ballots, dynamic shared memory, system-scope loads and stores,
+// atomics. Not covered: lockstep, divergent barriers, the weakness of a GPU's memory order.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+
+namespace ncclep {
+
+constexpr u32 kAllLanes = 0xffffffffu;
+constexpr int kWarp = 32;
+
+class Barrier {
+   public:
+    explicit Barrier(int count) : count_(count) {}
+    void wait() { wait(count_); }
+    void wait(int count) {
+        const u32 generation = generation_.load(std::memory_order_acquire);
+        if (here_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
+            here_.store(0, std::memory_order_relaxed);
+            generation_.fetch_add(1, std::memory_order_release);
+            generation_.notify_all();
+        } else {
+            generation_.wait(generation, std::memory_order_acquire);
+        }
+    }
+
+   private:
+    const int count_;
+    std::atomic<int> here_{0};
+    std::atomic<u32> generation_{0};
+};
+
+struct Warp {
+    explicit Warp(int lanes) : barrier(lanes) {}
+    Barrier barrier;
+    // Exchanges take turns, so that one meeting each is enough: who comes to the next is done with the one before.
+    u64 lane[2][kWarp] = {};
+};
+
+struct Block {
+    Block(int threads, size_t shared) : barrier(threads), some(threads), bytes(shared / 16 + 1) {
+        for (int first = 0; first < threads; first += kWarp)
+            warps.emplace_back(new Warp(threads - first < kWarp ? threads - first : kWarp));
+    }
+    Barrier barrier;
+    Barrier some;  // one such barrier is enough for the kernels
+    std::vector<std::unique_ptr<Warp>> warps;
+    std::vector<Vec> bytes;
+};
+
+struct Index {
+    int x;
+};
+
+struct Thread {
+    Block* block;
+    Index thread_index, block_index, block_size, grid_size;
+    u32 exchanges;  // of its warp
+};
+
+inline thread_local Thread this_thread;
+
+inline Warp& this_warp() { return *this_thread.block->warps[this_thread.thread_index.x / kWarp]; }
+
+// What every lane of the warp has given.
+inline const u64* exchange(u64 bits) {
+    Warp& warp = this_warp();
+    u64* lanes = warp.lane[this_thread.exchanges++ % 2];
+    lanes[this_thread.thread_index.x % kWarp] = bits;
+    warp.barrier.wait();
+    return lanes;
+}
+
+}  // namespace ncclep
+
+#define threadIdx ncclep::this_thread.thread_index
+#define blockIdx ncclep::this_thread.block_index
+#define blockDim ncclep::this_thread.block_size
+#define gridDim ncclep::this_thread.grid_size
+
+#include "ncclep/delays.cuh"
+
+inline void __syncthreads() { ncclep::this_thread.block->barrier.wait(); }
+inline void __syncwarp() { ncclep::this_warp().barrier.wait(); }
+
+template <typename T>
+T __shfl_sync(u32, T value, int from) {
+    static_assert(sizeof(T) <= 8, "a lane holds 8 bytes");
+    u64 bits = 0;
+    std::memcpy(&bits, &value, sizeof value);
+    bits = ncclep::exchange(bits)[from];
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+template <typename T>
+T __shfl_xor_sync(u32 lanes, T value, int mask) {
+    return __shfl_sync(lanes, value, (threadIdx.x % 32) ^ mask);
+}
+
+template <typename T>
+T __shfl_up_sync(u32 lanes, T value, int distance) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(lanes, value, lane < distance ? lane : lane - distance);
+}
+
+inline u32 __ballot_sync(u32, bool vote) {
+    const u64* votes = ncclep::exchange(vote);
+    u32 bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= (u32)votes[lane] << lane;
+    return bits;
+}
+
+namespace ncclep {
+
+inline unsigned char* shared_bytes() { return reinterpret_cast<unsigned char*>(this_thread.block->bytes.data()); }
+inline u64 load_acquire(const u64* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+inline void store_release(u64* address, u64 value) {
+    NCCLEP_DELAY(address, value, 32);
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+    NCCLEP_DELAY(address, ~value, 32);
+}
+// Stronger than on a GPU: there the end of a launch orders what a word of the next one announces.
+inline u64 load_word(const u64* address) { return load_acquire(address); }
+inline void store_word(u64* address, u64 value) { store_release(address, value); }
+inline u64 fetch_add(u64* address, u64 value) { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); }
+inline void sync_some(int, int threads) { this_thread.block->some.wait(threads); }
+inline void or_shared(u32* address, u32 bits) { __atomic_fetch_or(address, bits, __ATOMIC_RELAXED); }
+#ifdef __SANITIZE_THREAD__
+// ThreadSanitizer knows no fences; the release that follows each of them orders the same here.
+inline void fence_system() {}
+#else
+inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+#endif
+inline u64 now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+inline void await_previous() {}  // launches follow each other here
+
+inline void spin_pause() { sched_yield(); }
+inline Vec load_once(const Vec* address) { return *address; }
+inline void store_once(Vec* address, Vec v) { *address = v; }
+inline float bits_to_float(u32 bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline u32 float_to_bits(float value) {
+    u32 bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+inline int count_bits(u32 bits) { return __builtin_popcount(bits); }
+inline int first_bit(u32 bits) { return __builtin_ffs((int)bits) - 1; }
+
+inline float half_to_float(u32 bits) {
+    const u32 sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    if (exponent == 0) {
+        const float value = (float)fraction * 5.9604644775390625e-8f;
+        return sign ? -value : value;
+    }
+    return bits_to_float(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
+}
+
+inline u32 float_to_half(float value) {
+    const u32 bits = float_to_bits(value), sign = bits >> 16 & 0x8000u;
+    const float magnitude = bits_to_float(bits & 0x7fffffffu);
+    if (magnitude != magnitude) return 0x7e00u;
+    if (magnitude >= 65520.0f) return sign | 0x7c00u;
+    // Adding half of 2^24 units in the last place of a subnormal rounds to nearest even there.
+    if (magnitude < 6.103515625e-5f) return sign | (float_to_bits(magnitude + 0.5f) - 0x3f000000u);
+    const u32 rounded = (bits & 0x7fffffffu) + 0xfff + (bits >> 13 & 1);
+    return sign | ((rounded >> 13) - (112 << 10));
+}
+
+inline u32 floats_to_halves(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+
+inline u32 float_to_brain(float value) {
+    const u32 bits = float_to_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+    return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+
+inline u32 floats_to_brains(float low, float high) { return float_to_brain(low) | float_to_brain(high) << 16; }
+
+// Bulk copies at their worst: a load reads its source at once, spoils where it goes and writes when it is awaited; a
+// store reads its source when it must have been read and writes when it must have been written. So whoever waits for
+// too little is caught.
+struct Landing {
+    u64 loads;  // that are there
+    struct Load* pending;
+};
+
+struct Load {
+    Vec* to;
+    std::vector<Vec> vecs;
+};
+
+inline void begin_landing(Landing* landing) { *landing = Landing{}; }
+inline void fence_bulk() {}
+
+inline void bulk_load(Vec* to, const Vec* from, int vecs, Landing* landing) {
+    Load* load = new Load{to, std::vector<Vec>(from, from + vecs)};
+    std::memset(to, 0x5a, vecs * sizeof(Vec));
+    __atomic_store_n(&landing->pending, load, __ATOMIC_RELEASE);
+}
+
+inline void await_landing(Landing* landing, u32 number) {
+    while ((load_acquire(&landing->loads) & 1) == (number & 1)) {
+        if (Load* load = __atomic_exchange_n(&landing->pending, nullptr, __ATOMIC_ACQ_REL)) {
+            std::memcpy(load->to, load->vecs.data(), load->vecs.size() * sizeof(Vec));
+            delete load;
+            fetch_add(&landing->loads, 1);
+        }
+        spin_pause();
+    }
+}
+
+struct Store {
+    Vec* to;
+    const Vec* from;
+    std::vector<Vec> vecs;
+    bool ended, read;
+};
+
+inline thread_local std::vector<Store> stores;
+
+inline void bulk_store(Vec* to, const Vec* from, int vecs) {
+    stores.push_back(Store{to, from, std::vector<Vec>(vecs), false, false});
+}
+
+inline void end_stores() {
+    for (Store& store : stores) store.ended = true;
+}
+
+inline void await_stores_read() {
+    for (Store& store : stores)
+        if (store.ended && !store.read) {
+            store.vecs.assign(store.from, store.from + store.vecs.size());
+            store.read = true;
+        }
+}
+
+inline void await_stores() {
+    await_stores_read();
+    std::vector<Store> left;
+    for (Store& store : stores) {
+        if (store.read)
+            std::memcpy(store.to, store.vecs.data(), store.vecs.size() * sizeof(Vec));
+        else
+            left.push_back(store);
+    }
+    stores.swap(left);
+}
+
+template <typename Arguments>
+void launch(void (*kernel)(Arguments), int blocks, int threads, size_t shared, const void* packed) {
+    typename std::remove_const<Arguments>::type arguments;
+    std::memcpy(&arguments, packed, sizeof arguments);
+    std::vector<std::unique_ptr<Block>> grid;
+    std::vector<std::thread> running;
+    for (int block = 0; block < blocks; ++block) grid.emplace_back(new Block(threads, shared));
+    for (int block = 0; block < blocks; ++block)
+        for (int thread = 0; thread < threads; ++thread)
+            running.emplace_back([&, block, thread] {
+                this_thread = Thread{grid[block].get(), {thread}, {block}, {threads}, {blocks}, 0};
+                kernel(arguments);
+            });
+    for (std::thread& thread : running) thread.join();
+}
+
+}  // namespace ncclep
+
+// Every kernel takes one struct, so one signature launches them all.
+#define NCCLEP_EXPORT(kernel)                                                                          \
+    extern "C" void kernel##_launch(int blocks, int threads, u64 shared, const void* arguments) {      \
+        ncclep::launch(kernel, blocks, threads, shared, arguments);                                    \
+    }

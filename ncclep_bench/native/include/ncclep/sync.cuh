@@ -1,0 +1,131 @@
+// Flags in peer memory, waits that end, and the end of a grid.
+#pragma once
+
+#include "ncclep/platform.cuh"
+
+namespace ncclep {
+
+// What a rank's kernels keep between launches, in its own memory. Zero at first. An epoch is the number of launches
+// done; both sides of a flag count alike. Behind it lies one more epoch for each block, of kernels whose grid never
+// changes: a block that counts for itself waits for no other at the end.
+struct State {
+    u64 epoch;
+    u64 blocks_done;  // of the launch in progress
+    u64 rows_pushed;  // rows (or vectors) moved between ranks, ever
+    u64 released;     // of a barrier among the blocks of a grid
+};
+
+// First fault of this rank; all zero when there is none.
+struct Fault {
+    u64 code;
+    u64 rank;
+    u64 value;
+    u64 claims;
+    u64 late;  // a deadline has passed: nothing here waits any more
+};
+
+constexpr u64 kPeerLate = 1, kExpertOutOfRange = 2;
+
+__device__ inline void raise_fault(Fault* fault, u64 code, u64 rank, u64 value) {
+    if (fetch_add(&fault->claims, 1) != 0) return;
+    fault->rank = rank;
+    fault->value = value;
+    store_release(&fault->code, code);
+}
+
+struct Waiting {
+    Fault* fault;
+    u64 deadline_ns;  // of each wait
+};
+
+// Returns when `done` does not say false of `word`; false when a deadline has passed here or in any wait of this rank.
+template <typename Done>
+__device__ inline bool wait_until(const u64* word, const Done& done, u64 value, int peer, const Waiting& waiting) {
+    NCCLEP_DELAY(word, value, 32);
+    if (done()) return true;
+    const u64 start = now_ns();
+    for (u32 tries = 1;; ++tries) {
+        NCCLEP_DELAY(word, value + tries, 4096);
+        if (done()) return true;
+        spin_pause();
+        if (tries % 64 == 0) {
+            if (load_word(&waiting.fault->late) != 0) return false;
+            if (now_ns() - start > waiting.deadline_ns) {
+                raise_fault(waiting.fault, kPeerLate, peer, value);
+                store_word(&waiting.fault->late, 1);
+                return false;
+            }
+        }
+    }
+}
+
+// Waits until `flag` has reached `value`; what its writer did before is then visible.
+__device__ inline bool wait_for(const u64* flag, u64 value, int peer, const Waiting& waiting) {
+    return wait_until(flag, [&] { return load_acquire(flag) >= value; }, value, peer, waiting);
+}
+
+// The memory of rank `rank` at an offset that is the same on all ranks.
+template <typename T>
+__device__ T* at(const u64* heaps, i64 rank, i64 offset) {
+    return reinterpret_cast<T*>(heaps[rank] + offset);
+}
+
+__device__ inline u64* epoch_of_block(State* state) { return reinterpret_cast<u64*>(state + 1) + blockIdx.x; }
+
+// Ends a launch that began with epoch_of_block.
+__device__ inline void leave(State* state, u64 epoch) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    *epoch_of_block(state) = epoch + 1;
+    if (blockIdx.x == 0) state->epoch = epoch + 1;
+}
+
+// Whether this block is the last of the grid to come here; everything the others wrote is then visible to all its
+// threads, and to whoever sees a word that they store from here on. `word`: 8 bytes of shared memory.
+__device__ inline bool last_block(State* state, u64* word) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        NCCLEP_DELAY(state, state->epoch, 32);
+        fence_system();
+        *word = fetch_add(&state->blocks_done, 1) == (u64)gridDim.x - 1;
+        fence_system();
+        if (*word) state->blocks_done = 0;
+    }
+    __syncthreads();
+    return *word != 0;
+}
+
+// Tells every rank that this one has come to `epoch`; what that announces has been ordered before.
+__device__ inline void signal_ranks(const u64* heaps, i64 rank, i64 ranks, i64 flags_at, u64 epoch) {
+    if (threadIdx.x < ranks) store_word(at<u64>(heaps, threadIdx.x, flags_at) + rank, epoch + 1);
+}
+
+// Returns on all threads of the block when every rank has come to `epoch`; false when one does not.
+// `word`: 8 bytes of shared memory.
+__device__ inline bool await_ranks(const u64* heaps, i64 rank, i64 ranks, i64 flags_at, u64 epoch,
+                                   const Waiting& waiting, u64* word) {
+    __syncthreads();
+    if (threadIdx.x == 0) *word = 0;
+    __syncthreads();
+    if (threadIdx.x < ranks && !wait_for(at<u64>(heaps, rank, flags_at) + threadIdx.x, epoch + 1, threadIdx.x, waiting))
+        or_shared(reinterpret_cast<u32*>(word), 1);
+    __syncthreads();
+    return *word == 0;
+}
+
+// Ends a launch that has written to other ranks: returns when they have written all they write here. Each block meets
+// those of the same number; `flags_at`: [blocks][ranks], grids are equal. `word`: 8 bytes of shared memory.
+__device__ inline void exchange_done(const u64* heaps, i64 rank, i64 ranks, i64 flags_at, u64 epoch,
+                                     const Waiting& waiting, u64* word) {
+    __syncthreads();
+    if (threadIdx.x < ranks) fence_system();
+    const i64 own = flags_at + 8 * ranks * (i64)blockIdx.x;
+    signal_ranks(heaps, rank, ranks, own, epoch);
+    await_ranks(heaps, rank, ranks, own, epoch, waiting, word);
+}
+
+__device__ inline int lane_id() { return threadIdx.x % 32; }
+__device__ inline int warp_id() { return threadIdx.x / 32; }
+__device__ inline int warps_per_block() { return blockDim.x / 32; }
+
+}  // namespace ncclep

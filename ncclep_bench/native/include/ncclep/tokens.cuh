@@ -1,0 +1,195 @@
+// What the kernels that move tokens share: their arguments, and who received how much.
+#pragma once
+
+#include "ncclep/sync.cuh"
+
+namespace ncclep {
+
+constexpr int kMostRanks = 32;  // one lane per rank
+constexpr int kInFlight = 7;    // 16-byte loads of a lane before the first store; 4 × 7 × 32 of them are 7168 16-bit elements
+
+// Fields are 64 bits wide each; the host packs them by name in this order. `*_at`: offset in every rank's heap.
+struct TokenArgs {
+    u64 heaps[32];
+    i64 rank;
+    i64 ranks;
+    i64 low_latency;   // fixed slots, counts travel with the rows; else counts were exchanged by route_layout
+    i64 tokens;        // of this rank
+    i64 top_k;
+    i64 num_experts;
+    i64 local_experts;
+    i64 most_experts;  // of any rank
+    i64 slots;         // most tokens of any rank
+    i64 alignment;     // of an expert's block of rows
+    i64 row_vecs;
+    i64 scale_words;
+    i64 pieces;         // that dispatch cuts a row into, one warp and one flag each
+    i64 return_pieces;  // that combine cuts a row into
+    i64 push_warps;    // of each block, the first ones
+    i64 take_warps;    // of each block, the last ones
+    i64 staged;        // combine: rows lie as dispatch_expert arranged them
+    i64 weigh;         // combine: rows are unweighted, their owner applies the weights
+    i64 push_share;    // combine_bulk: so many of each kShares rows are pushed, their owner fetches the others
+    i64 push_batch;    // combine_bulk: pieces that a warp sends together
+    i64 take_slots;    // combine_bulk: pieces on their way to a warp that adds up
+    const int* topk_idx;
+    const float* topk_weights;
+    const int* rank_of_expert;
+    const int* local_of_expert;
+    int* block_counts;  // [blocks][bins]
+    int* own_counts;    // [bins]
+    int* slot_of;       // [tokens][ranks], -1: no row goes there
+    int* within;        // [tokens][top_k], among this rank's rows for that expert
+    const Vec* rows;
+    const float* scales;
+    Vec* out_rows;
+    float* out_scales;
+    float* out_weights;
+    i64* expert_counts;
+    i64* source_counts;
+    int* received;          // [ranks], rows of each source in the last dispatch
+    int* arrived_at;        // [ranks][slots][top_k], row of each choice
+    float* arrived_weight;  // likewise
+    const Vec* returning;
+    Vec* combined;
+    i64 counts_at;          // u64 [2][ranks][most_experts + ranks]
+    i64 ready_flags_at;
+    i64 done_flags_at;
+    i64 header_flags_at;
+    i64 return_headers_at;
+    i64 flat_rows_at;
+    i64 flat_scales_at;
+    i64 flat_weights_at;
+    i64 flat_idx_at;
+    i64 stage_rows_at;      // [2][ranks][slots] rows; so are the next three
+    i64 stage_scales_at;
+    i64 stage_records_at;
+    i64 stage_flags_at;
+    i64 return_rows_at;
+    i64 return_flags_at;
+    i64 return_done_flags_at;
+    i64 returning_at;       // combine_bulk: where `returning` is
+    State* layout_state;
+    State* dispatch_state;
+    State* combine_state;
+    Fault* fault;
+    u64 deadline_ns;
+};
+
+__device__ inline Waiting waiting_of(const TokenArgs& a) { return Waiting{a.fault, a.deadline_ns}; }
+
+__device__ inline int header_words(const TokenArgs& a) { return (int)(a.most_experts + a.ranks); }
+
+// What `source` announced to rank `rank` in `epoch`: rows per local expert there, then rows to each rank. Each word has
+// the epoch in its upper half, so it needs no flag.
+__device__ inline u64* counts_of(const TokenArgs& a, i64 rank, i64 source, u64 epoch) {
+    return at<u64>(a.heaps, rank, a.counts_at) + ((epoch & 1) * a.ranks + source) * header_words(a);
+}
+
+// A count that has been there before this launch.
+__device__ inline int known_count(const TokenArgs& a, i64 source, i64 word, u64 epoch) {
+    return (int)(u32)load_word(counts_of(a, a.rank, source, epoch) + word);
+}
+
+// A count that may be on its way; 0, and false in `came`, when it does not come.
+__device__ inline int await_count(const TokenArgs& a, i64 source, i64 word, u64 epoch, bool& came) {
+    const u64* address = counts_of(a, a.rank, source, epoch) + word;
+    u64 value = 0;
+    const auto there = [&] {
+        value = load_word(address);
+        return (u32)(value >> 32) == (u32)(epoch + 1);
+    };
+    if (wait_until(address, there, epoch + 1, (int)source, waiting_of(a))) return (int)(u32)value;
+    came = false;
+    return 0;
+}
+
+// The epoch whose counts are valid during a dispatch.
+__device__ inline u64 count_epoch(const TokenArgs& a, u64 dispatch_epoch) {
+    return a.low_latency ? dispatch_epoch : a.layout_state->epoch - 1;
+}
+
+// Sends this rank's counts to everybody, itself included; `number` of `threads` that share the work.
+__device__ inline void push_counts(const TokenArgs& a, u64 epoch, int number, int threads) {
+    const int words = header_words(a), most = (int)a.most_experts, bins = (int)a.ranks * most;
+    for (int i = number; i < a.ranks * words; i += threads) {
+        const int target = i / words, word = i % words;
+        const int count = a.own_counts[word < most ? target * most + word : bins + word - most];
+        store_word(counts_of(a, target, a.rank, epoch) + word, (epoch + 1) << 32 | (u32)count);
+    }
+}
+
+__device__ inline void signal_all(const TokenArgs& a, i64 flags_at, u64 epoch) {
+    signal_ranks(a.heaps, a.rank, a.ranks, flags_at, epoch);
+}
+
+__device__ inline bool await_all(const TokenArgs& a, i64 flags_at, u64 epoch, u64* word) {
+    return await_ranks(a.heaps, a.rank, a.ranks, flags_at, epoch, waiting_of(a), word);
+}
+
+// The expert of a choice, or -1 where it is masked or names none.
+template <typename Args>
+__device__ inline int expert_of(const Args& a, i64 choice) {
+    const int expert = a.topk_idx[choice];
+    return expert >= 0 && expert < a.num_experts ? expert : -1;
+}
+
+// Weight that this rank applies to the row it gets back from `rank`; the same on all lanes.
+__device__ inline float weight_at(const TokenArgs& a, i64 token, int rank) {
+    float weight = 0.0f;
+    if (lane_id() < a.top_k) {
+        const int expert = expert_of(a, token * a.top_k + lane_id());
+        if (expert >= 0 && a.rank_of_expert[expert] == rank) weight = a.topk_weights[token * a.top_k + lane_id()];
+    }
+    for (int mask = 16; mask > 0; mask /= 2) weight += __shfl_xor_sync(kAllLanes, weight, mask);
+    return weight;
+}
+
+// The weight of each lane's rank; 1 where rows are weighted already.
+__device__ inline float weight_of_lane(const TokenArgs& a, i64 token) {
+    float weight = 1.0f;
+    if (a.weigh)
+        for (int rank = 0; rank < a.ranks; ++rank) {
+            const float there = weight_at(a, token, rank);
+            if (lane_id() == rank) weight = there;
+        }
+    return weight;
+}
+
+// Row number in the half of the return stage that belongs to expert rank `from`.
+__device__ inline i64 return_row(const TokenArgs& a, u64 epoch, i64 from, i64 slot) {
+    return ((epoch & 1) * a.ranks + from) * a.slots + slot;
+}
+
+// One piece of a row: its first vector and one past its last.
+struct Piece {
+    int first, end;
+};
+
+__device__ inline Piece piece_of(i64 vecs, int pieces, int piece) {
+    const int length = ((int)vecs + pieces - 1) / pieces, end = (piece + 1) * length;
+    return Piece{piece * length, end < vecs ? end : (int)vecs};
+}
+
+// Copies a piece of a row to several rows, read once. `decide()` says which, when the first loads are under way;
+// `target(i)`: start of the i-th of them. The same on all lanes.
+template <typename Decide, typename Target>
+__device__ inline void copy_piece(const Vec* source, Piece piece, const Decide& decide, const Target& target) {
+    u32 wanted = 0;
+    for (int base = piece.first; base < piece.end; base += 32 * kInFlight) {
+        const int first = base + lane_id();
+        Vec held[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (first + 32 * i < piece.end) held[i] = load_once(source + first + 32 * i);
+        if (base == piece.first) wanted = decide();
+        for (u32 left = wanted; left; left &= left - 1) {
+            Vec* to = target(first_bit(left));
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i)
+                if (first + 32 * i < piece.end) store_once(to + first + 32 * i, held[i]);
+        }
+    }
+}
+
+}  // namespace ncclep

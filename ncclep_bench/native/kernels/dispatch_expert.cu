@@ -1,0 +1,231 @@
+// Dispatch into blocks per expert: a row crosses once, into a stage, and is expanded on arrival; one launch.
+//
+// Stages alternate between two halves. A rank ends launch n + 1 only when every peer has begun it, that is, ended launch
+// n; so in launch n + 2 nobody reads the half that launch n used.
+#include "ncclep/tokens.cuh"
+
+using namespace ncclep;
+
+// Row number in the half of the stage that belongs to `source`.
+__device__ static i64 stage_row(const TokenArgs& a, u64 epoch, i64 source, i64 slot) {
+    return ((epoch & 1) * a.ranks + source) * a.slots + slot;
+}
+
+// One piece of a token into the stages of the other ranks that want it; returns these.
+__device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int piece) {
+    i64 row = 0;
+    u32 wanted = 0;
+    const auto decide = [&] {
+        const int slot = lane_id() < a.ranks ? a.slot_of[token * a.ranks + lane_id()] : -1;
+        row = stage_row(a, epoch, a.rank, slot < 0 ? 0 : slot);
+        return wanted = __ballot_sync(kAllLanes, slot >= 0 && lane_id() != a.rank);
+    };
+    copy_piece(a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), decide, [&](int rank) {
+        return at<Vec>(a.heaps, rank, a.stage_rows_at) + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
+    });
+    if (piece == 0 && wanted) {
+        const bool chooses = lane_id() < a.top_k;
+        const i64 choice = token * a.top_k + lane_id();
+        const int expert = chooses ? expert_of(a, choice) : -1;
+        const int rank_of = expert < 0 ? -1 : a.rank_of_expert[expert];
+        for (u32 left = wanted; left; left &= left - 1) {
+            const int rank = first_bit(left);
+            const i64 target = __shfl_sync(kAllLanes, row, rank);
+            if (chooses) {
+                u32* record = at<u32>(a.heaps, rank, a.stage_records_at) + target * 3 * a.top_k + lane_id();
+                const bool here = rank_of == rank;
+                record[0] = here ? float_to_bits(a.topk_weights[choice]) : 0;
+                record[a.top_k] = (u32)(here ? a.local_of_expert[expert] : -1);
+                record[2 * a.top_k] = here ? (u32)a.within[choice] : 0;
+            }
+            for (i64 i = lane_id(); i < a.scale_words; i += 32)
+                at<float>(a.heaps, rank, a.stage_scales_at)[target * a.scale_words + i] =
+                    a.scales[token * a.scale_words + i];
+        }
+    }
+    __syncwarp();
+    if (wanted >> lane_id() & 1)
+        store_release(at<u64>(a.heaps, lane_id(), a.stage_flags_at) + row * a.pieces + piece, epoch + 1);
+    return wanted;
+}
+
+// Where arrivals go, in shared memory.
+struct Places {
+    int* first;   // [ranks][local_experts], first row of each in this rank's output
+    int* totals;  // [local_experts], rows of each expert
+    int* from;    // [ranks], rows of each source
+};
+
+// Waits for everybody's counts and lays out this rank's output; threads `number` of `threads` of a block, the last ones.
+// False when some do not come.
+__device__ static bool place_experts(const TokenArgs& a, u64 counts, const Places& places, u64* word, int number,
+                                     int threads) {
+    const int experts = (int)a.local_experts, ranks = (int)a.ranks, columns = experts + 1;
+    if (number == 0) *word = 0;
+    sync_some(1, threads);
+    bool came = true;
+    for (int i = number; i < ranks * columns; i += threads) {
+        const int source = i / columns, column = i % columns;
+        const i64 at = column < experts ? column : a.most_experts + a.rank;
+        const int count = await_count(a, source, at, counts, came);
+        *(column < experts ? places.first + source * experts + column : places.from + source) = count;
+    }
+    if (!came) or_shared(reinterpret_cast<u32*>(word), 1);
+    sync_some(1, threads);
+    for (int expert = number; expert < experts; expert += threads) {
+        int rows = a.low_latency ? expert * ranks * (int)a.slots : 0;
+        const int start = rows;
+        for (int source = 0; source < ranks; ++source) {
+            const int count = places.first[source * experts + expert];
+            places.first[source * experts + expert] = rows;
+            rows += count;
+        }
+        places.totals[expert] = rows - start;
+    }
+    sync_some(1, threads);
+    if (a.low_latency) return *word == 0;
+    if (number < 32) {
+        int start = 0;
+        for (int base = 0; base < experts; base += 32) {
+            const int expert = base + lane_id(), alignment = (int)a.alignment;
+            const int rows = expert < experts ? (places.totals[expert] + alignment - 1) / alignment * alignment : 0;
+            int ends = rows;
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int earlier = __shfl_up_sync(kAllLanes, ends, distance);
+                if (lane_id() >= distance) ends += earlier;
+            }
+            if (expert < experts)
+                for (int source = 0; source < ranks; ++source)
+                    places.first[source * experts + expert] += start + ends - rows;
+            start += __shfl_sync(kAllLanes, ends, 31);
+        }
+    }
+    sync_some(1, threads);
+    return *word == 0;
+}
+
+// One choice of a row, known to one lane below top_k: its row in the output, -1 where it is not here.
+struct Choice {
+    int to;
+    float weight;
+};
+
+// One piece of a received row to each expert's block; `choose()` says where each lane's choice goes.
+template <typename Choose>
+__device__ static void expand_piece(const TokenArgs& a, const Vec* row, const float* scales, i64 arrival, int piece,
+                                    const Choose& choose) {
+    Choice choice{-1, 0.0f};
+    u32 wanted = 0;
+    const auto decide = [&] {
+        choice = choose();
+        return wanted = __ballot_sync(kAllLanes, choice.to >= 0);
+    };
+    copy_piece(row, piece_of(a.row_vecs, (int)a.pieces, piece), decide,
+               [&](int lane) { return a.out_rows + (i64)__shfl_sync(kAllLanes, choice.to, lane) * a.row_vecs; });
+    if (piece != 0) return;
+    if (lane_id() < a.top_k) {
+        a.arrived_at[arrival * a.top_k + lane_id()] = choice.to;
+        a.arrived_weight[arrival * a.top_k + lane_id()] = choice.weight;
+    }
+    if (choice.to >= 0) a.out_weights[choice.to] = choice.weight;
+    for (u32 left = wanted; left && a.scale_words; left &= left - 1) {
+        const i64 target = __shfl_sync(kAllLanes, choice.to, first_bit(left));
+        for (i64 i = lane_id(); i < a.scale_words; i += 32) a.out_scales[target * a.scale_words + i] = scales[i];
+    }
+}
+
+// A token of this rank's own, which crosses nothing.
+__device__ static void expand_own(const TokenArgs& a, const int* first, int token, int piece) {
+    const int slot = a.slot_of[token * a.ranks + a.rank];
+    if (slot < 0) return;
+    const auto choose = [&] {
+        Choice choice{-1, 0.0f};
+        if (lane_id() >= a.top_k) return choice;
+        const i64 number = token * a.top_k + lane_id();
+        const int expert = expert_of(a, number);
+        if (expert >= 0 && a.rank_of_expert[expert] == a.rank)
+            choice = Choice{first[a.rank * a.local_experts + a.local_of_expert[expert]] + a.within[number],
+                            a.topk_weights[number]};
+        return choice;
+    };
+    expand_piece(a, a.rows + token * a.row_vecs, a.scales + token * a.scale_words, a.rank * a.slots + slot, piece, choose);
+}
+
+// A row of another rank's; false when it does not come.
+__device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* first, int source, int slot, int piece) {
+    const i64 row = stage_row(a, epoch, source, slot);
+    const u64* flags = at<u64>(a.heaps, a.rank, a.stage_flags_at) + row * a.pieces;
+    bool came = true;
+    // The record comes with the first piece.
+    if (lane_id() < 2) came = wait_for(flags + (lane_id() ? piece : 0), epoch + 1, source, waiting_of(a));
+    if (__ballot_sync(kAllLanes, !came)) return false;
+    __syncwarp();
+    const auto choose = [&] {
+        Choice choice{-1, 0.0f};
+        if (lane_id() >= a.top_k) return choice;
+        const u32* record = at<u32>(a.heaps, a.rank, a.stage_records_at) + row * 3 * a.top_k + lane_id();
+        const int local = (int)record[a.top_k], within = (int)record[2 * a.top_k];
+        choice.weight = bits_to_float(record[0]);
+        if (local >= 0) choice.to = first[source * a.local_experts + local] + within;
+        return choice;
+    };
+    expand_piece(a, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
+                 at<float>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words, source * a.slots + slot, piece,
+                 choose);
+    return true;
+}
+
+// Shared memory: 8 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the
+// last take_warps expand.
+extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const TokenArgs a) {
+    await_previous();
+    u64* word = reinterpret_cast<u64*>(shared_bytes());
+    Places places;
+    places.first = reinterpret_cast<int*>(word + 1);
+    places.totals = places.first + a.ranks * a.local_experts;
+    places.from = places.totals + a.local_experts;
+    const u64 epoch = *epoch_of_block(a.dispatch_state), counts = count_epoch(a, epoch);
+    const int grid = gridDim.x, pieces = (int)a.pieces, warps = warps_per_block();
+    const bool closes = blockIdx.x == gridDim.x - 1;
+    if (a.low_latency) {
+        // The last threads of the grid, which have the fewest rows to send.
+        const int number = (grid * warps - 1 - (warp_id() * grid + (int)blockIdx.x)) * 32 + lane_id();
+        push_counts(a, counts, number, grid * warps * 32);
+    } else if (blockIdx.x == 0) {
+        signal_all(a, a.header_flags_at, epoch);
+    }
+    if (warp_id() < a.push_warps) {
+        u64 pushed = 0;
+        const int stride = grid * (int)a.push_warps;
+        for (int item = warp_id() * grid + blockIdx.x; item < a.tokens * pieces; item += stride) {
+            const int piece = item % pieces;
+            const u32 wanted = push_piece(a, epoch, item / pieces, piece);
+            if (piece == 0) pushed += count_bits(wanted);
+        }
+        if (pushed && lane_id() == 0) fetch_add(&a.dispatch_state->rows_pushed, pushed);
+    }
+    const int taker = warp_id() - (warps - (int)a.take_warps);
+    if (taker >= 0) {
+        const int number = taker * 32 + lane_id(), threads = (int)a.take_warps * 32;
+        bool complete = place_experts(a, counts, places, word, number, threads);
+        const int stride = grid * (int)a.take_warps;
+        int item = taker * grid + blockIdx.x;
+        for (; item < a.tokens * pieces && complete; item += stride)
+            expand_own(a, places.first, item / pieces, item % pieces);
+        item -= (int)a.tokens * pieces;
+        for (int distance = 1; distance < a.ranks && complete; ++distance) {
+            const int source = (int)((a.rank + distance) % a.ranks), items = places.from[source] * pieces;
+            for (; item < items && complete; item += stride)
+                complete = expand_arrival(a, epoch, places.first, source, item / pieces, item % pieces);
+            item -= items;
+        }
+        if (closes) {
+            for (int expert = number; expert < a.local_experts; expert += threads)
+                a.expert_counts[expert] = places.totals[expert];
+            if (number < a.ranks) a.source_counts[number] = a.received[number] = places.from[number];
+        }
+    }
+    if (closes && !a.low_latency) await_all(a, a.header_flags_at, epoch, word);
+    leave(a.dispatch_state, epoch);
+}
+NCCLEP_EXPORT(dispatch_expert)

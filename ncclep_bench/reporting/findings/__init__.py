@@ -1,0 +1,1 @@
+"""What the doctor found, in the forms that people and programs read."""

@@ -1,0 +1,1 @@
+"""Results: append-only JSON lines, statistics derived on reading, tidy frames."""

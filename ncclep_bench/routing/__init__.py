@@ -1,0 +1,1 @@
+"""Which experts every token goes to: synthetic laws, measured loads, recorded traces."""

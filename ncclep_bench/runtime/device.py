@@ -1,0 +1,495 @@
+"""The gate to the GPU (cupy): memory that peers can map, kernels, one stream, graphs, events."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ncclep_bench.errors import BenchError, CannotRunError, RankError, UsageError
+from ncclep_bench.runtime.group import Group
+from ncclep_bench.runtime.place import MPI_LAUNCHERS, local_rank_of, number, place_of
+from ncclep_bench.units import format_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+    Words = npt.NDArray[np.uint64]
+
+OLDEST_SM = 80
+_HOPPER_SM = 90
+_DYNAMIC_SHARED_BYTES = 8
+_LAZY_PEER_ACCESS = 1
+_PROBE_BYTES = 256
+_NOT_READY = 600
+_SPIN_S = 1e-3
+_TO_DEVICE, _FROM_DEVICE, _BY_ADDRESS = 1, 2, 4
+_BUFFER_ID, _DEVICE_ORDINAL = 7, 9
+HANDLE_BYTES = 64
+"""The most that a handle of an allocation takes."""
+
+
+class Allocation(NamedTuple):
+    """What one call has allocated; a handle names all of it. `identity` belongs to no other of this process, ever."""
+
+    identity: int
+    base: int
+    nbytes: int
+
+
+class Device(Protocol):
+    """What runs kernels for one rank: a GPU, or in tests a CPU. Work is enqueued in one order; reads wait for it."""
+
+    blocks: int
+    """Blocks of a kernel that uses the whole device; all of them run at once."""
+    threads: int
+    """Threads of such a block."""
+    bulk_bytes: int
+    """Shared memory of a block for bulk copies between it and global memory; 0 where the device has none."""
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of zeroed memory."""
+
+    def allocate_stream_ordered(self, nbytes: int) -> int:
+        """The same from the device's memory pool, whose memory has no handle that `export` could give."""
+
+    def free(self, address: int) -> None: ...
+
+    def reachable(self, candidates: Collection[int], group: Group) -> set[int]:
+        """Those of the candidates whose memory this rank can map; collective, whatever the candidates."""
+
+    def share(self, address: int, nbytes: int, group: Group, peers: Collection[int]) -> list[int]:
+        """Where this rank sees memory that everybody has allocated alike: its own and the `peers`'; collective.
+
+        0 for the others.
+        """
+
+    def unshare(self, addresses: Sequence[int]) -> None:
+        """Let go of peers' memory, which `share` or `map` gave."""
+
+    def allocation_of(self, address: int) -> Allocation:
+        """The allocation in which an address lies. Raises UsageError where it is no memory of this device."""
+
+    def export(self, allocation: Allocation) -> bytes:
+        """How a peer can `map` it, HANDLE_BYTES at most; b"" where no peer can."""
+
+    def map(self, handle: bytes, rank: int) -> int:
+        """Where this rank sees the first byte of an allocation that `rank` has exported, and has not been mapped yet.
+
+        Raises RankError when it cannot be mapped.
+        """
+
+    def write(self, address: int, array: Array) -> None:
+        """Copy a host array to the device, after what is enqueued."""
+
+    def read(self, address: int, array: Array) -> None:
+        """Copy from the device into a host array, after what is enqueued."""
+
+    def fill(self, address: int, nbytes: int, byte: int) -> None:
+        """Write the same byte everywhere, after what is enqueued."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy between addresses of this or a peer's device."""
+
+    def function(self, source: Path, include: Path, name: str, defines: Sequence[str]) -> Any:
+        """The kernel `name` of a source file, compiled for this device."""
+
+    def allow_shared(self, function: Any, nbytes: int) -> None:
+        """Let a kernel's blocks have so much shared memory, up to `bulk_bytes`."""
+
+    def launch(self, function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Words) -> None:
+        """Enqueue a kernel whose one parameter is the struct in `arguments`."""
+
+    def synchronize(self) -> None:
+        """Return when everything enqueued is done."""
+
+    def host_array(self, nbytes: int) -> Array:
+        """Bytes on the host that are quick to `read` into and `write` from."""
+
+    def wait(self, deadline_s: float) -> bool:
+        """The same, but False when it is not done after `deadline_s`."""
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no kernel can run here, or None: cupy, driver, device, in the order they are needed."""
+    try:
+        cupy = _cupy()
+    except CannotRunError as error:
+        return error.message
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no usable GPU: {error}"
+    if count == 0:
+        return "no GPU is visible"
+    for index in range(count):
+        capability = int(cupy.cuda.Device(index).compute_capability)
+        if capability < OLDEST_SM:
+            return f"GPU {index} has compute capability {capability}, the kernels need {OLDEST_SM} or newer"
+    return None
+
+
+def local_rank(rank: int) -> int:
+    """Number of this process on its host, from the launcher's environment; `rank` where that says nothing."""
+    told = local_rank_of(os.environ, MPI_LAUNCHERS)
+    return rank if told is None else told
+
+
+class CudaDevice:
+    """One GPU, one non-blocking stream; ranks beyond the number of GPUs share them."""
+
+    threads = 512
+    early_launches = False
+    """Whether blocks may come while the kernel before still runs, to wait there for its end; from Hopper on."""
+
+    def __init__(self, rank: int) -> None:
+        """Raises CannotRunError when `missing` has a reason."""
+        if (reason := missing()) is not None:
+            raise CannotRunError(
+                f"rank {rank}: {reason}", hint="pip install 'ncclep-bench[cuda13]' on a machine with GPUs"
+            )
+        self._cupy = _cupy()
+        self._runtime = self._cupy.cuda.runtime
+        self.rank = rank
+        self.index = local_rank(rank) % self._runtime.getDeviceCount()
+        self._device = self._cupy.cuda.Device(self.index)
+        self._device.use()
+        self.stream = self._cupy.cuda.Stream(non_blocking=True)
+        sharers = -(-_ranks_here() // self._runtime.getDeviceCount())
+        # Blocks of ranks that share a GPU wait for each other, so all of them must fit at once.
+        self.blocks = max(1, int(self._device.attributes["MultiProcessorCount"]) // sharers)
+        attributes = self._device.attributes
+        self.bulk_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"]) if self._is_hopper() else 0
+        self._modules: dict[tuple[Path, tuple[str, ...]], Any] = {}
+        self._functions: dict[tuple[Path, str, tuple[str, ...]], int] = {}
+        self._aside: Any = None
+        self._operands: dict[int, tuple[Any, Any]] = {}
+
+    def _is_hopper(self) -> bool:
+        return int(self._device.compute_capability) >= _HOPPER_SM
+
+    @property
+    def name(self) -> str:
+        name: bytes = self._runtime.getDeviceProperties(self.index)["name"]
+        return name.decode()
+
+    @property
+    def l2_bytes(self) -> int:
+        """Its last cache."""
+        return int(self._runtime.getDeviceProperties(self.index)["l2CacheSize"])
+
+    def free_bytes(self) -> int:
+        """Memory of the GPU that nobody has allocated."""
+        free, _ = self._runtime.memGetInfo()
+        return int(free)
+
+    @property
+    def bus_id(self) -> str:
+        """Its PCI address."""
+        return str(self._runtime.deviceGetPCIBusId(self.index))
+
+    def allocate(self, nbytes: int) -> int:
+        return self._allocated(nbytes, self._runtime.malloc)
+
+    def allocate_stream_ordered(self, nbytes: int) -> int:
+        def allocate(nbytes: int) -> int:
+            address: int = self._runtime.mallocAsync(nbytes, self.stream.ptr)
+            self.stream.synchronize()
+            return address
+
+        return self._allocated(nbytes, allocate)
+
+    def _allocated(self, nbytes: int, allocate: Callable[[int], int]) -> int:
+        try:
+            address = allocate(nbytes)
+        except self._runtime.CUDARuntimeError as error:
+            free, total = self._runtime.memGetInfo()
+            raise BenchError(
+                f"rank {self.rank}, GPU {self.index}: {format_bytes(nbytes)} do not fit, {format_bytes(free)} of "
+                f"{format_bytes(total)} are free",
+                hint="use fewer tokens, experts or elements",
+            ) from error
+        self.fill(address, nbytes, 0)
+        return address
+
+    def fill(self, address: int, nbytes: int, byte: int) -> None:
+        self.synchronize()
+        self._runtime.memset(address, byte, nbytes)
+        self._runtime.deviceSynchronize()
+
+    def free(self, address: int) -> None:
+        self.synchronize()
+        self._runtime.free(address)
+
+    def reachable(self, candidates: Collection[int], group: Group) -> set[int]:
+        own = self.allocate(_PROBE_BYTES)
+        own_handle, reached = b"", set()
+        # Peer access, one namespace, one driver: only trying tells.
+        with contextlib.suppress(self._runtime.CUDARuntimeError):
+            own_handle = self._runtime.ipcGetMemHandle(own)
+        for rank, handle in enumerate(group.allgather(own_handle)):
+            if rank not in candidates or not handle:
+                continue
+            with contextlib.suppress(self._runtime.CUDARuntimeError):
+                self._runtime.ipcCloseMemHandle(self._runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+                reached.add(rank)
+        group.barrier()
+        self.free(own)
+        return reached
+
+    def share(self, address: int, nbytes: int, group: Group, peers: Collection[int]) -> list[int]:
+        """Raises RankError when a peer's memory cannot be mapped."""
+        # Without peers nobody maps this memory either, and it may be of a kind that has no handle.
+        handles = group.allgather(self._runtime.ipcGetMemHandle(address) if peers else b"")
+        addresses = [self.map(handle, rank) if rank in peers else 0 for rank, handle in enumerate(handles)]
+        addresses[group.rank] = address
+        # Nobody frees what another rank is still opening.
+        group.barrier()
+        return addresses
+
+    def unshare(self, addresses: Sequence[int]) -> None:
+        self.synchronize()
+        for address in addresses:
+            self._runtime.ipcCloseMemHandle(address)
+
+    def allocation_of(self, address: int) -> Allocation:
+        driver = _driver()
+        base, nbytes, identity = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+        ordinal = ctypes.c_int(-1)
+        at = ctypes.c_uint64(address)
+        failed = (
+            driver.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, at)
+            or driver.cuPointerGetAttribute(ctypes.byref(identity), _BUFFER_ID, at)
+            or driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), at)
+        )
+        if failed or ordinal.value != self.index:
+            where = "no memory of a GPU" if failed else f"memory of GPU {ordinal.value}"
+            raise UsageError(
+                f"rank {self.rank}, GPU {self.index}: address {address:#x} is {where}",
+                hint=f"allowed: memory of GPU {self.index}, this rank's",
+            )
+        return Allocation(identity.value, base.value, nbytes.value)
+
+    def export(self, allocation: Allocation) -> bytes:
+        # Memory of a pool, or mapped page by page, has none; only asking tells.
+        with contextlib.suppress(self._runtime.CUDARuntimeError):
+            return bytes(self._runtime.ipcGetMemHandle(allocation.base))
+        return b""
+
+    def map(self, handle: bytes, rank: int) -> int:
+        try:
+            return int(self._runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+        except self._runtime.CUDARuntimeError as error:
+            raise RankError(
+                f"rank {self.rank}, GPU {self.index}: the memory of rank {rank} cannot be mapped: {error}",
+                ranks=(rank,),
+                hint="the ranks' GPUs need peer access: nvidia-smi topo -p2p w shows it",
+            ) from error
+
+    def write(self, address: int, array: Array) -> None:
+        self.synchronize()
+        if array.nbytes:
+            self._runtime.memcpy(address, array.ctypes.data, array.nbytes, _TO_DEVICE)
+            # From pageable memory the copy may still be on its way when the call returns.
+            self._runtime.deviceSynchronize()
+
+    def read(self, address: int, array: Array) -> None:
+        self.synchronize()
+        if array.nbytes:
+            self._runtime.memcpy(array.ctypes.data, address, array.nbytes, _FROM_DEVICE)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._runtime.memcpyAsync(target, source, nbytes, _BY_ADDRESS, self.stream.ptr)
+
+    def function(self, source: Path, include: Path, name: str, defines: Sequence[str]) -> int:
+        key = (source, tuple(defines))
+        if key not in self._modules:
+            options = ("-std=c++17", f"-I{include}", *(f"-D{define}" for define in defines))
+            self._modules[key] = self._cupy.RawModule(code=source.read_text(), options=options, backend="nvrtc")
+        if (source, name, key[1]) not in self._functions:
+            self._functions[source, name, key[1]] = self._modules[key].get_function(name).kernel.ptr
+        return self._functions[source, name, key[1]]
+
+    def allow_shared(self, function: int, nbytes: int) -> None:
+        self._cupy.cuda.driver.funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, nbytes)
+
+    def launch(self, function: int, blocks: int, threads: int, shared_bytes: int, arguments: Words) -> None:
+        import numpy
+
+        parameters = numpy.array([arguments.ctypes.data], dtype=numpy.uint64)
+        if self.early_launches and self._is_hopper():
+            config = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, self.stream.ptr, _EARLY, len(_EARLY))
+            if status := _driver().cuLaunchKernelEx(
+                ctypes.byref(config), ctypes.c_void_p(function), ctypes.c_void_p(parameters.ctypes.data), None
+            ):
+                raise self._cupy.cuda.driver.CUDADriverError(status)
+            return
+        self._cupy.cuda.driver.launchKernel(
+            function, blocks, 1, 1, threads, 1, 1, shared_bytes, self.stream.ptr, parameters.ctypes.data, 0
+        )
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+        if self._aside is not None:
+            self._aside.synchronize()
+
+    def host_array(self, nbytes: int) -> Array:
+        import numpy
+
+        # Never paged out, so the copy engines reach it without a detour.
+        return numpy.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), numpy.uint8, nbytes)
+
+    def wait(self, deadline_s: float) -> bool:
+        """Raises CUDARuntimeError in a capture, where nobody can wait."""
+        event, start = self.record(), time.monotonic()
+        while (status := self._runtime.eventQuery(event.ptr)) == _NOT_READY:
+            waited_s = time.monotonic() - start
+            if waited_s > deadline_s:
+                return False
+            if waited_s > _SPIN_S:
+                time.sleep(_SPIN_S)
+        if status:
+            raise self._runtime.CUDARuntimeError(status)
+        return True
+
+    def capture(self, enqueue: Callable[[], object]) -> Callable[[], None]:
+        """What `enqueue` enqueues, as a graph: calling the result enqueues it again."""
+        self.synchronize()
+        self.stream.begin_capture()
+        try:
+            enqueue()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.stream.end_capture()
+            raise
+        graph = self.stream.end_capture()
+        graph.upload(self.stream)
+        return lambda: graph.launch(self.stream)
+
+    def record(self, *, aside: bool = False) -> Any:
+        """An event at this place in the stream, or in the one of `matrix_product`."""
+        event = self._cupy.cuda.Event()
+        event.record(self._aside if aside else self.stream)
+        return event
+
+    def matrix_product(self, size: int, most_sms: int | None) -> Callable[[], None]:
+        """What enqueues a float16 product of two square matrices into a second stream, through cuBLAS.
+
+        `most_sms`: multiprocessors that cuBLAS shall plan with; None for all. Raises CannotRunError without cuBLAS.
+        """
+        import numpy
+
+        if self._aside is None:
+            self._aside = self._cupy.cuda.Stream(non_blocking=True)
+        if size not in self._operands:
+            # Zeros would need less power than anything real, and run faster.
+            values = numpy.random.default_rng(0).standard_normal((size, size), dtype=numpy.float32)
+            operand = self._cupy.asarray(values.astype(numpy.float16))
+            self._operands[size] = operand, self._cupy.zeros_like(operand)
+            self._runtime.deviceSynchronize()
+        operand, product = self._operands[size]
+        try:
+            handle = self._cupy.cuda.device.get_cublas_handle()
+        except Exception as error:
+            raise CannotRunError(
+                f"rank {self.rank}, GPU {self.index}: cuBLAS cannot be used: {error}",
+                hint="pip install nvidia-cublas, or leave `overlap` out",
+            ) from error
+        plan_with = _cublas_sm_target()
+
+        def enqueue() -> None:
+            plan_with(handle, most_sms or 0)
+            with self._aside:
+                self._cupy.dot(operand, operand, out=product)
+
+        return enqueue
+
+    def hold_aside(self, event: Any) -> None:
+        """What is enqueued into the second stream from here on waits for an event."""
+        self._aside.wait_event(event)
+
+    def elapsed_us(self, first: Any, last: Any) -> float:
+        """Device time between two events, after `synchronize`."""
+        return float(self._cupy.cuda.get_elapsed_time(first, last)) * 1e3
+
+
+@functools.cache
+def cuda_device(rank: int) -> CudaDevice:
+    """This process's GPU as `rank`; one object, so that kernels are compiled once."""
+    return CudaDevice(rank)
+
+
+def gpu_count() -> int:
+    """GPUs that this process sees; 0 where `missing` has a reason."""
+    return 0 if missing() is not None else int(_cupy().cuda.runtime.getDeviceCount())
+
+
+def cupy_nccl() -> Any:
+    """The binding of NCCL that comes with cupy. Raises CannotRunError without cupy."""
+    _cupy()
+    from cupy.cuda import nccl
+
+    return nccl
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver, which cupy does not bind."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_EARLY = (_LaunchAttribute * 1)(_LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+
+
+@functools.cache
+def _driver() -> Any:
+    """The driver's own library, for what cupy does not bind."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _cublas_sm_target() -> Callable[[int, int], object]:
+    """cuBLAS's own way to leave multiprocessors to others, which cupy does not bind; the library that cupy has loaded.
+
+    Does nothing where there is none: the products then spread as they like.
+    """
+    with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps", encoding="utf-8") as maps:
+        loaded = {line.split()[-1] for line in maps if "/libcublas.so" in line}
+        for path in sorted(loaded):
+            set_target = ctypes.CDLL(path).cublasSetSmCountTarget
+            set_target.argtypes = [ctypes.c_void_p, ctypes.c_int]
+            return set_target
+    return lambda handle, sms: None
+
+
+def _ranks_here() -> int:
+    """Ranks on this host, as the launcher tells; 1 where it says nothing."""
+    return place_of(os.environ, MPI_LAUNCHERS).local_ranks or number(os.environ, "SLURM_NTASKS_PER_NODE") or 1
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise CannotRunError(f"cupy cannot be used: {error}", hint="pip install 'ncclep-bench[cuda13]'") from error
+    return cupy

@@ -1,0 +1,1 @@
+"""From scenario files to cases, and from cases to verified measurements."""

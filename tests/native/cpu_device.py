@@ -1,0 +1,191 @@
+"""A CPU as the device of the cuda backend: kernels built with g++ and the shim header, memory in shared files."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ncclep_bench.errors import UsageError
+from ncclep_bench.native.loader import ROOT
+from ncclep_bench.runtime.device import Allocation
+from ncclep_bench.runtime.group import Group
+from ncclep_bench.runtime.shared_memory import Mapping, SharedFile, SharedFileHandle
+
+Array = npt.NDArray[Any]
+
+COMPILER = shutil.which("g++")
+
+
+def build(source: Path, include: Path, flags: Sequence[str] = ()) -> Path:
+    """The shared library of one kernel file, built again only when it, a header or a flag has changed."""
+    content = hashlib.sha256(" ".join(flags).encode())
+    for path in [source, *sorted(include.rglob("*.*h"))]:
+        content.update(path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"ncclep-kernels-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    library = folder / f"{source.stem}-{content.hexdigest()[:16]}.so"
+    if not library.exists():
+        # Ranks build at the same time; each publishes a whole file.
+        own = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas", *flags]
+        env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        subprocess.run([*command, f"-I{include}", "-x", "c++", str(source), "-o", str(own)], check=True, env=env)
+        own.rename(library)
+    return library
+
+
+@dataclass
+class _Memory:
+    file: SharedFile
+    mapping: Mapping
+    allocation: Allocation
+    stream_ordered: bool = False
+
+
+class CpuDevice:
+    """Kernels on threads of this process, one per CUDA thread; a launch is over when it returns."""
+
+    blocks, threads, bulk_bytes = 2, 64, 64 << 10
+
+    def __init__(self, root: Path = ROOT, flags: Sequence[str] = ()) -> None:
+        """`root`: where the sources are taken from instead of the package; `flags`: more of them for the compiler."""
+        self._root, self._flags = root, flags
+        self._memory: dict[int, _Memory] = {}
+        self._identities = itertools.count(1)
+        self.mapped: dict[int, bytes] = {}
+        """What `map` has given and `unshare` has not taken back."""
+
+    def allocate(self, nbytes: int) -> int:
+        file = SharedFile.create(nbytes, "a device's memory", alignment=4096)
+        return self._map(file, nbytes)
+
+    def allocate_stream_ordered(self, nbytes: int) -> int:
+        address = self.allocate(nbytes)
+        self._memory[address].stream_ordered = True
+        return address
+
+    def _map(self, file: SharedFile, nbytes: int) -> int:
+        mapping = Mapping.of(file)
+        address = int(mapping.array.ctypes.data)
+        self._memory[address] = _Memory(file, mapping, Allocation(next(self._identities), address, nbytes))
+        return address
+
+    def free(self, address: int) -> None:
+        """Its mappings elsewhere keep what it held, as those of a GPU do, and the next may get its address."""
+        memory = self._memory.pop(address)
+        memory.mapping.close()
+        memory.file.close()
+
+    @property
+    def allocations(self) -> list[Allocation]:
+        """What has been allocated or mapped and not been given back."""
+        return [memory.allocation for memory in self._memory.values()]
+
+    def allocation_of(self, address: int) -> Allocation:
+        for memory in self._memory.values():
+            allocation = memory.allocation
+            if 0 <= address - allocation.base < allocation.nbytes and allocation.base not in self.mapped:
+                return allocation
+        raise UsageError(f"address {address:#x} is no memory of this device")
+
+    def export(self, allocation: Allocation) -> bytes:
+        memory = self._memory[allocation.base]
+        return b"" if memory.stream_ordered else struct.pack("4q", *memory.file.handle)
+
+    def map(self, handle: bytes, rank: int) -> int:
+        assert handle not in self.mapped.values(), "a driver may refuse to map what it has mapped"
+        file = SharedFile.open(SharedFileHandle(*struct.unpack_from("4q", handle)))
+        address = self._map(file, file.nbytes)
+        self.mapped[address] = handle
+        return address
+
+    def reachable(self, candidates: Collection[int], group: Group) -> set[int]:
+        return set(candidates)
+
+    def share(self, address: int, nbytes: int, group: Group, peers: Collection[int]) -> list[int]:
+        handles = group.allgather(self.export(self._memory[address].allocation))
+        addresses = [self.map(handle, rank) if rank in peers else 0 for rank, handle in enumerate(handles)]
+        addresses[group.rank] = address
+        group.barrier()
+        return addresses
+
+    def unshare(self, addresses: Sequence[int]) -> None:
+        for address in addresses:
+            del self.mapped[address]
+            self.free(address)
+
+    def write(self, address: int, array: Array) -> None:
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def read(self, address: int, array: Array) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def fill(self, address: int, nbytes: int, byte: int) -> None:
+        ctypes.memset(address, byte, nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def function(self, source: Path, include: Path, name: str, defines: Sequence[str]) -> Any:
+        flags = [*self._flags, *(f"-D{define}" for define in defines)]
+        library = build(self._root / source.relative_to(ROOT), self._root / include.relative_to(ROOT), flags)
+        launch = getattr(ctypes.CDLL(str(library)), f"{name}_launch")
+        launch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p]
+        return launch
+
+    def allow_shared(self, function: Any, nbytes: int) -> None:
+        assert nbytes <= self.bulk_bytes
+
+    def launch(
+        self, function: Any, blocks: int, threads: int, shared_bytes: int, arguments: npt.NDArray[np.uint64]
+    ) -> None:
+        function(blocks, threads, shared_bytes, arguments.ctypes.data)
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def host_array(self, nbytes: int) -> Array:
+        return np.empty(nbytes, np.uint8)
+
+    def wait(self, deadline_s: float) -> bool:
+        return True
+
+
+class ThreadDevice(CpuDevice):
+    """The same for ranks that are threads of one process: a peer's memory has one address, so races can be seen."""
+
+    _kept: ClassVar[list[object]] = []
+
+    def allocate(self, nbytes: int) -> int:
+        address = super().allocate(nbytes)
+        self._kept.append(self._memory[address])
+        return address
+
+    def share(self, address: int, nbytes: int, group: Group, peers: Collection[int]) -> list[int]:
+        return [int(data) for data in group.allgather(str(address).encode())]
+
+    def unshare(self, addresses: Sequence[int]) -> None:
+        """The memory is its owner's."""
+
+    def export(self, allocation: Allocation) -> bytes:
+        return struct.pack("q", allocation.base) if super().export(allocation) else b""
+
+    def map(self, handle: bytes, rank: int) -> int:
+        return int(struct.unpack_from("q", handle)[0])
+
+    def free(self, address: int) -> None:
+        """Kept: a slower rank may still look at it."""
