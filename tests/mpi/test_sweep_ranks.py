@@ -62,8 +62,8 @@ class Sweep:
         )
 
     def wait_for_case(self, index: int) -> None:
-        """Return when the ranks are at work on the case."""
-        self._wait(lambda: len(self.records()) == index)
+        """Return when the ranks are at work on the case, or, on a busy machine, on one after it."""
+        self._wait(lambda: len(self.records()) >= index)
         time.sleep(0.2)
 
     def rank_pid(self, rank: int) -> int:
@@ -182,7 +182,8 @@ def test_a_lost_rank_is_named_and_costs_its_case_alone(
     lost = next(record for record in records if record.outcome == "error")
     assert f"rank 1 (pid {pid} on " in lost.reason
     assert re.search(words, lost.reason), lost.reason
-    assert lost.case == records[2].case
+    # The next one when the signal was sent, or one after it.
+    assert records.index(lost) >= on_disk
     assert "rank 0" not in lost.reason
     assert not Path("/proc", str(pid)).exists()
     assert sweep.left_running() == []
@@ -208,7 +209,9 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_leaves_nothing_running(
     code, stderr = sweep.end()
 
     assert (code, "Traceback" in stderr) == (130, False), stderr
-    assert [record.outcome for record in sweep.records()] == ["passed"]
+    outcomes = [record.outcome for record in sweep.records()]
+    assert 1 <= len(outcomes) < CASES
+    assert set(outcomes) == {"passed"}
     assert not (sweep.out / ".job").exists()
     assert sweep.left_running() == []
     assert sweep.left_in_shared_memory() == set()
@@ -394,7 +397,8 @@ def test_a_stopped_rank_under_mpiexec_is_named_and_resume_goes_on(
     assert code != 0
     assert f"rank 1 (pid {pid} on " in stderr
     assert "is stopped" in stderr
-    assert [record.outcome for record in sweep.records()][:2] == ["passed", "error"]
+    outcomes = [record.outcome for record in sweep.records()]
+    assert set(outcomes[: outcomes.index("error")]) == {"passed"}
     sweep.wait_until_nothing_runs()
 
     code, stderr = start("--resume", tmp_path / "run", launcher=launcher).end()

@@ -38,8 +38,10 @@ class TimedCpu(CpuDevice):
     def __init__(self) -> None:
         super().__init__()
         self.flushes: list[int] = []
+        self._capturing = False
 
     def allocate(self, nbytes: int) -> int:
+        assert not self._capturing, "no GPU allocates while it captures"
         address = super().allocate(nbytes)
         if nbytes == CACHES_FLUSHED * self.l2_bytes:
             self.flushes.append(address)
@@ -53,6 +55,9 @@ class TimedCpu(CpuDevice):
         super().free(address)
 
     def capture(self, enqueue: Callable[[], object]) -> Callable[[], object]:
+        self._capturing = True
+        enqueue()
+        self._capturing = False
         return enqueue
 
     def record(self, *, aside: bool = False) -> float:
