@@ -53,8 +53,7 @@ class GraphTimer:
         self.num_sms = num_sms
         self._may_refuse_capture = may_refuse_capture
         self._cold = cold
-        # Made at once: nothing can be allocated while a graph is captured.
-        self._flush = flush_of(session, device.l2_bytes, device.blocks) if cold else None
+        self._flush: Launch | None = None
         self._needs_host = needs_host
         if needs_host:
             self.timing = "eager"
@@ -137,6 +136,8 @@ class GraphTimer:
                 self._align()
             enqueue()
 
+        if self._cold:
+            self._flushing()  # Nothing can be allocated while a graph is captured.
         replay = self._captured(operation)
         if replay is None:
             return None
@@ -169,9 +170,14 @@ class GraphTimer:
 
     def _align(self) -> None:
         """Let the ranks meet on the device, with nothing of use in their caches where these are to be cold."""
-        if self._flush is not None:
-            self._flush()
+        if self._cold:
+            self._flushing()()
         self._session.meet()
+
+    def _flushing(self) -> Launch:
+        if self._flush is None:
+            self._flush = flush_of(self._session, self._device.l2_bytes, self._device.blocks)
+        return self._flush
 
     def _between_events(self, count: int, *runs: Callable[[], object]) -> list[tuple[float, ...]]:
         """Microseconds from one event to the next with each of `runs` between them in turn, `count` times.
