@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ncclep_bench.backends.cuda.tokens import TokenHandle
+from ncclep_bench.backends.cuda.tokens import CHOICE_BYTES, RECORD_BYTES, TokenHandle
 from ncclep_bench.runtime.nccl import Part
 
 
@@ -80,8 +80,8 @@ class DistantTokenHandle(TokenHandle):
         rank, slots = self.session.rank, self.slots
         prefix = "stage" if self.staged else "flat"
         fields = {f"{prefix}_rows": self.row_bytes, f"{prefix}_scales": 4 * self.scale_words}
-        # A record has a place within its expert's rows too.
-        fields |= {"stage_records": 12 * self.top_k} if self.staged else {}
+        # A record has more than the weight and the expert of each choice.
+        fields |= {"stage_records": RECORD_BYTES * self.top_k} if self.staged else {}
         fields |= {} if self.staged else {"flat_weights": 4 * self.top_k, "flat_idx": 4 * self.top_k}
 
         def dispatch() -> None:
@@ -102,7 +102,7 @@ class DistantTokenHandle(TokenHandle):
             come = {peer: run_of(peer, rank) for peer in self.session.out_of_reach}
             rows = sum(run.rows for run in sent.values())
             crossed = self._exchange("dispatch", fields, sent, come)
-            self._crossed_bytes += crossed - (4 * self.top_k * rows if self.staged else 0)
+            self._crossed_bytes += crossed - ((RECORD_BYTES - CHOICE_BYTES) * self.top_k * rows if self.staged else 0)
             self._outbox_rows["dispatch"] += rows
             if take is not None:
                 take()

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ncclep_bench.backends.cuda.session import CudaSession
+from ncclep_bench.errors import UsageError
 from ncclep_bench.model.dtype import SCALE_BLOCK, DType
 from ncclep_bench.model.ep_config import Layout, Mode
 from ncclep_bench.model.placement import Placement
@@ -18,6 +19,12 @@ Array = npt.NDArray[Any]
 
 VEC_BYTES = 16
 LAYOUT_THREADS = 128
+CHOICE_BYTES = 8
+"""Weight and expert of a choice."""
+RECORD_BYTES = 16
+"""The same with its place among the expert's rows, each word with its epoch."""
+BLANK = 0xFF
+"""Of every byte where nothing has come, as stage.cuh says."""
 LANES_BYTES = 32 * VEC_BYTES
 """What the lanes of a warp load at once."""
 
@@ -60,6 +67,10 @@ _MOST_BULK_BLOCKS = 0
 """Grids of at most so many blocks combine by bulk copies: none before they have been measured on a GPU."""
 
 
+_NOT_THERE = 0xFFFFFFFF
+"""Where a choice goes that is another rank's: no place among an expert's rows."""
+
+
 def layout_shared_bytes(ranks: int, most_experts: int) -> int:
     """Shared memory of route_layout."""
     return 8 + 8 * (LAYOUT_THREADS // 32) * (ranks * most_experts + ranks)
@@ -91,7 +102,12 @@ class TokenHandle:
         self.most_experts = max(int(placement.local_counts.max()), 1)
         self.row_bytes = hidden * dtype.itemsize
         self.scale_words = hidden // SCALE_BLOCK if dtype.scaled else 0
-        self.sent_row_bytes = self.row_bytes + 4 * self.scale_words + 8 * top_k
+        self.sent_row_bytes = self.row_bytes + 4 * self.scale_words + CHOICE_BYTES * top_k
+        if self.most_experts * max_tokens >= _NOT_THERE:
+            raise UsageError(
+                f"rank {session.rank}: {self.most_experts} local experts x {max_tokens} tokens are too many places for "
+                "a word of 32 bits: use more ranks or fewer tokens"
+            )
         self.staged = layout == "expert_major"
         self.pieces = self._pieces(DISPATCH[mode].piece_bytes)
         # Fetching takes rows out of the peer's own memory, which is where an outbox does not help.
@@ -102,7 +118,10 @@ class TokenHandle:
             self.bulk = self.bulk._replace(take_slots=max(self.bulk.take_slots, session.size))
             self.return_pieces = self._pieces(min(self.bulk.piece_bytes, self._bulk_piece_bytes(self.bulk)))
         self.tokens = 0
-        self._heap = session.heap(self._parts(), flags=self._flags())
+        self._heap = session.heap(parts := self._parts(), flags=self._flags())
+        for name in ("stage_rows", "stage_scales", "return_rows"):
+            session.device.fill(self._heap.address(name), parts[name], BLANK)
+        session.group.barrier()
         self._states = {name: session.new_state() for name in ("layout", "dispatch", "combine")}
         self._allocate(placement)
 
@@ -142,7 +161,7 @@ class TokenHandle:
             "flat_idx": flat * self.top_k * 4,
             "stage_rows": stage * self.row_bytes,
             "stage_scales": stage * self.scale_words * 4,
-            "stage_records": stage * self.top_k * 12,
+            "stage_records": stage * self.top_k * RECORD_BYTES,
             "stage_flags": stage * self.pieces * 8,
             "return_rows": returned * self.row_bytes,
             "return_flags": returned * self.return_pieces * 8,

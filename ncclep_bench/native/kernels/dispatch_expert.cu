@@ -20,7 +20,9 @@ __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int p
         row = stage_row(a, epoch, a.rank, slot < 0 ? 0 : slot);
         return wanted = __ballot_sync(kAllLanes, slot >= 0 && lane_id() != a.rank);
     };
-    copy_piece(a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), decide, [&](int rank) {
+    Lying from;
+    Sent to{false};
+    copy_piece(a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide, [&](int rank) {
         return at<Vec>(a.heaps, rank, a.stage_rows_at) + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
     });
     if (piece == 0 && wanted) {
@@ -32,19 +34,18 @@ __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int p
             const int rank = first_bit(left);
             const i64 target = __shfl_sync(kAllLanes, row, rank);
             if (chooses) {
-                u32* record = at<u32>(a.heaps, rank, a.stage_records_at) + target * 3 * a.top_k + lane_id();
+                u64* record = at<u64>(a.heaps, rank, a.stage_records_at) + target * 2 * a.top_k + lane_id();
                 const bool here = rank_of == rank;
-                record[0] = here ? float_to_bits(a.topk_weights[choice]) : 0;
-                record[a.top_k] = (u32)(here ? a.local_of_expert[expert] : -1);
-                record[2 * a.top_k] = here ? (u32)a.within[choice] : 0;
+                const u32 place = here ? place_word(a, a.local_of_expert[expert], a.within[choice]) : kNotThere;
+                store_word(record, dated(epoch, here ? float_to_bits(a.topk_weights[choice]) : 0));
+                store_word(record + a.top_k, dated(epoch, place));
             }
             for (i64 i = lane_id(); i < a.scale_words; i += 32)
-                at<float>(a.heaps, rank, a.stage_scales_at)[target * a.scale_words + i] =
-                    a.scales[token * a.scale_words + i];
+                to.put(at<u32>(a.heaps, rank, a.stage_scales_at) + target * a.scale_words + i,
+                       a.scales[token * a.scale_words + i]);
         }
     }
-    __syncwarp();
-    if (wanted >> lane_id() & 1)
+    if (to.needs_flag() && wanted >> lane_id() & 1)
         store_release(at<u64>(a.heaps, lane_id(), a.stage_flags_at) + row * a.pieces + piece, epoch + 1);
     return wanted;
 }
@@ -111,8 +112,8 @@ struct Choice {
 };
 
 // One piece of a received row to each expert's block; `choose()` says where each lane's choice goes.
-template <typename Choose>
-__device__ static void expand_piece(const TokenArgs& a, const Vec* row, const float* scales, i64 arrival, int piece,
+template <typename From, typename Vecs, typename Scales, typename Choose>
+__device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, Scales* scales, i64 arrival, int piece,
                                     const Choose& choose) {
     Choice choice{-1, 0.0f};
     u32 wanted = 0;
@@ -120,7 +121,8 @@ __device__ static void expand_piece(const TokenArgs& a, const Vec* row, const fl
         choice = choose();
         return wanted = __ballot_sync(kAllLanes, choice.to >= 0);
     };
-    copy_piece(row, piece_of(a.row_vecs, (int)a.pieces, piece), decide,
+    Kept to;
+    copy_piece(row, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide,
                [&](int lane) { return a.out_rows + (i64)__shfl_sync(kAllLanes, choice.to, lane) * a.row_vecs; });
     if (piece != 0) return;
     if (lane_id() < a.top_k) {
@@ -128,9 +130,15 @@ __device__ static void expand_piece(const TokenArgs& a, const Vec* row, const fl
         a.arrived_weight[arrival * a.top_k + lane_id()] = choice.weight;
     }
     if (choice.to >= 0) a.out_weights[choice.to] = choice.weight;
-    for (u32 left = wanted; left && a.scale_words; left &= left - 1) {
-        const i64 target = __shfl_sync(kAllLanes, choice.to, first_bit(left));
-        for (i64 i = lane_id(); i < a.scale_words; i += 32) a.out_scales[target * a.scale_words + i] = scales[i];
+    for (int base = 0; base < a.scale_words; base += 32) {
+        const int i = base + lane_id();
+        const bool mine = i < a.scale_words;
+        u32 scale = mine ? from.load(scales + i) : 0;
+        if (mine) from.settle(scales + i, scale);
+        for (u32 left = wanted; left; left &= left - 1) {
+            const i64 target = __shfl_sync(kAllLanes, choice.to, first_bit(left));
+            if (mine) a.out_scales[target * a.scale_words + i] = scale;
+        }
     }
 }
 
@@ -148,31 +156,31 @@ __device__ static void expand_own(const TokenArgs& a, const int* first, int toke
                             a.topk_weights[number]};
         return choice;
     };
-    expand_piece(a, a.rows + token * a.row_vecs, a.scales + token * a.scale_words, a.rank * a.slots + slot, piece, choose);
+    Lying from;
+    expand_piece(a, from, a.rows + token * a.row_vecs, a.scales + token * a.scale_words, a.rank * a.slots + slot, piece,
+                 choose);
 }
 
 // A row of another rank's; false when it does not come.
 __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* first, int source, int slot, int piece) {
     const i64 row = stage_row(a, epoch, source, slot);
-    const u64* flags = at<u64>(a.heaps, a.rank, a.stage_flags_at) + row * a.pieces;
-    bool came = true;
-    // The record comes with the first piece.
-    if (lane_id() < 2) came = wait_for(flags + (lane_id() ? piece : 0), epoch + 1, source, waiting_of(a));
-    if (__ballot_sync(kAllLanes, !came)) return false;
-    __syncwarp();
+    const u64* flag = at<u64>(a.heaps, a.rank, a.stage_flags_at) + row * a.pieces + piece;
+    Coming from{flag, epoch + 1, source, waiting_of(a), true};
     const auto choose = [&] {
         Choice choice{-1, 0.0f};
         if (lane_id() >= a.top_k) return choice;
-        const u32* record = at<u32>(a.heaps, a.rank, a.stage_records_at) + row * 3 * a.top_k + lane_id();
-        const int local = (int)record[a.top_k], within = (int)record[2 * a.top_k];
-        choice.weight = bits_to_float(record[0]);
-        if (local >= 0) choice.to = first[source * a.local_experts + local] + within;
+        const u64* record = at<u64>(a.heaps, a.rank, a.stage_records_at) + row * 2 * a.top_k + lane_id();
+        bool came = true;
+        const u32 place = await_dated(record + a.top_k, epoch, source, waiting_of(a), came);
+        choice.weight = bits_to_float(await_dated(record, epoch, source, waiting_of(a), came));
+        if (came && place != kNotThere)
+            choice.to = first[source * a.local_experts + place / (u32)a.slots] + (int)(place % (u32)a.slots);
+        from.came = came;
         return choice;
     };
-    expand_piece(a, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
-                 at<float>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words, source * a.slots + slot, piece,
-                 choose);
-    return true;
+    expand_piece(a, from, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
+                 at<u32>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words, source * a.slots + slot, piece, choose);
+    return __ballot_sync(kAllLanes, !from.came) == 0;
 }
 
 // Shared memory: 8 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the

@@ -21,7 +21,7 @@ __device__ static void push_token(const TokenArgs& a, i64 token, u32 wanted, i64
             at<int>(a.heaps, rank, a.flat_idx_at)[target * a.top_k + lane_id()] = rank_of == rank ? local : -1;
         }
         for (i64 i = lane_id(); i < a.scale_words; i += 32)
-            at<float>(a.heaps, rank, a.flat_scales_at)[target * a.scale_words + i] = a.scales[token * a.scale_words + i];
+            at<u32>(a.heaps, rank, a.flat_scales_at)[target * a.scale_words + i] = a.scales[token * a.scale_words + i];
     }
 }
 

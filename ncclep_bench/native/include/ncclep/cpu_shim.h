@@ -158,6 +158,18 @@ inline void await_previous() {}  // launches follow each other here
 inline void spin_pause() { sched_yield(); }
 inline Vec load_once(const Vec* address) { return *address; }
 inline void store_once(Vec* address, Vec v) { *address = v; }
+inline u32 load_words(const u32* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
+inline void store_words(u32* address, u32 value) { __atomic_store_n(address, value, __ATOMIC_RELAXED); }
+// Word by word, so that half a vector is seen at times.
+inline Vec load_words(const Vec* v) {
+    return Vec{load_words(&v->x), load_words(&v->y), load_words(&v->z), load_words(&v->w)};
+}
+inline void store_words(Vec* to, Vec v) {
+    NCCLEP_DELAY(to, v.w, 4096);
+    store_words(&to->w, v.w), store_words(&to->z, v.z);
+    NCCLEP_DELAY(to, v.x, 4096);
+    store_words(&to->y, v.y), store_words(&to->x, v.x);
+}
 inline float bits_to_float(u32 bits) {
     float value;
     std::memcpy(&value, &bits, 4);

@@ -83,6 +83,33 @@ __device__ inline void store_once(Vec* address, Vec v) {
                  : "memory");
 }
 
+// The same without order and seen by all: for words that say all they have to say by themselves.
+__device__ inline Vec load_words(const Vec* address) {
+    Vec v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ inline void store_words(Vec* address, Vec v) {
+    NCCLEP_DELAY(address, v.x, 4096);
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+
+__device__ inline u32 load_words(const u32* address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ inline void store_words(u32* address, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ inline float half_to_float(u32 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));

@@ -1,7 +1,7 @@
 // What the kernels that move tokens share: their arguments, and who received how much.
 #pragma once
 
-#include "ncclep/sync.cuh"
+#include "ncclep/stage.cuh"
 
 namespace ncclep {
 
@@ -41,16 +41,16 @@ struct TokenArgs {
     int* slot_of;       // [tokens][ranks], -1: no row goes there
     int* within;        // [tokens][top_k], among this rank's rows for that expert
     const Vec* rows;
-    const float* scales;
+    const u32* scales;  // bits of float32
     Vec* out_rows;
-    float* out_scales;
+    u32* out_scales;
     float* out_weights;
     i64* expert_counts;
     i64* source_counts;
     int* received;          // [ranks], rows of each source in the last dispatch
     int* arrived_at;        // [ranks][slots][top_k], row of each choice
     float* arrived_weight;  // likewise
-    const Vec* returning;
+    Vec* returning;
     Vec* combined;
     i64 counts_at;          // u64 [2][ranks][most_experts + ranks]
     i64 ready_flags_at;
@@ -61,9 +61,9 @@ struct TokenArgs {
     i64 flat_scales_at;
     i64 flat_weights_at;
     i64 flat_idx_at;
-    i64 stage_rows_at;      // [2][ranks][slots] rows; so are the next three
+    i64 stage_rows_at;      // [2][ranks][slots] rows, see stage.cuh; so are the scales, and flags of each piece
     i64 stage_scales_at;
-    i64 stage_records_at;
+    i64 stage_records_at;   // u64 [2][ranks][slots][2][top_k], dated: weight; expert and place among its rows
     i64 stage_flags_at;
     i64 return_rows_at;
     i64 return_flags_at;
@@ -93,15 +93,7 @@ __device__ inline int known_count(const TokenArgs& a, i64 source, i64 word, u64 
 
 // A count that may be on its way; 0, and false in `came`, when it does not come.
 __device__ inline int await_count(const TokenArgs& a, i64 source, i64 word, u64 epoch, bool& came) {
-    const u64* address = counts_of(a, a.rank, source, epoch) + word;
-    u64 value = 0;
-    const auto there = [&] {
-        value = load_word(address);
-        return (u32)(value >> 32) == (u32)(epoch + 1);
-    };
-    if (wait_until(address, there, epoch + 1, (int)source, waiting_of(a))) return (int)(u32)value;
-    came = false;
-    return 0;
+    return (int)await_dated(counts_of(a, a.rank, source, epoch) + word, epoch, (int)source, waiting_of(a), came);
 }
 
 // The epoch whose counts are valid during a dispatch.
@@ -115,7 +107,7 @@ __device__ inline void push_counts(const TokenArgs& a, u64 epoch, int number, in
     for (int i = number; i < a.ranks * words; i += threads) {
         const int target = i / words, word = i % words;
         const int count = a.own_counts[word < most ? target * most + word : bins + word - most];
-        store_word(counts_of(a, target, a.rank, epoch) + word, (epoch + 1) << 32 | (u32)count);
+        store_word(counts_of(a, target, a.rank, epoch) + word, dated(epoch, (u32)count));
     }
 }
 
@@ -156,6 +148,11 @@ __device__ inline float weight_of_lane(const TokenArgs& a, i64 token) {
     return weight;
 }
 
+// Where one of this rank's rows goes at another: its place among those for a local expert there, in one word.
+constexpr u32 kNotThere = 0xffffffffu;
+
+__device__ inline u32 place_word(const TokenArgs& a, int local, int within) { return (u32)(local * a.slots + within); }
+
 // Row number in the half of the return stage that belongs to expert rank `from`.
 __device__ inline i64 return_row(const TokenArgs& a, u64 epoch, i64 from, i64 slot) {
     return ((epoch & 1) * a.ranks + from) * a.slots + slot;
@@ -172,24 +169,36 @@ __device__ inline Piece piece_of(i64 vecs, int pieces, int piece) {
 }
 
 // Copies a piece of a row to several rows, read once. `decide()` says which, when the first loads are under way;
-// `target(i)`: start of the i-th of them. The same on all lanes.
-template <typename Decide, typename Target>
-__device__ inline void copy_piece(const Vec* source, Piece piece, const Decide& decide, const Target& target) {
+// `target(i)`: start of the i-th of them. The same on all lanes. `from`: Lying or Coming, `to`: Kept or Sent; the
+// first ones are meant without them.
+template <typename Source, typename From, typename To, typename Decide, typename Target>
+__device__ inline void copy_piece(Source* source, Piece piece, From& from, To& to, const Decide& decide,
+                                  const Target& target) {
     u32 wanted = 0;
     for (int base = piece.first; base < piece.end; base += 32 * kInFlight) {
         const int first = base + lane_id();
         Vec held[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i)
-            if (first + 32 * i < piece.end) held[i] = load_once(source + first + 32 * i);
+            if (first + 32 * i < piece.end) held[i] = from.load(source + first + 32 * i);
         if (base == piece.first) wanted = decide();
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (first + 32 * i < piece.end) from.settle(source + first + 32 * i, held[i]);
         for (u32 left = wanted; left; left &= left - 1) {
-            Vec* to = target(first_bit(left));
+            Vec* row = target(first_bit(left));
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i)
-                if (first + 32 * i < piece.end) store_once(to + first + 32 * i, held[i]);
+                if (first + 32 * i < piece.end) to.put(row + first + 32 * i, held[i]);
         }
     }
+}
+
+template <typename Decide, typename Target>
+__device__ inline void copy_piece(const Vec* source, Piece piece, const Decide& decide, const Target& target) {
+    Lying from;
+    Kept to;
+    copy_piece(source, piece, from, to, decide, target);
 }
 
 }  // namespace ncclep
