@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,31 +44,29 @@ def bulk(push_share: int, push_warps: int, push_batch: int, take_slots: int, pie
     return Shape(bulk=Bulk(push_share, push_warps, push_batch, take_slots, piece_bytes))
 
 
-def ll_shapes() -> Iterator[tuple[str, Shape]]:
-    for early in (False, True):
-        how = ", early" if early else ""
-        yield f"as now{how}", Shape(early=early)
-        for share in (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8):
-            for vecs in (2, 4, 7, 14):
-                split = Split(share, vecs * LANES_BYTES)
-                yield f"{share:.3f} send pieces of {vecs * LANES_BYTES} B{how}", Shape(split, split, early=early)
+def splits(shares: Sequence[float], lanes: Sequence[int]) -> Iterator[tuple[str, Shape]]:
+    for share in shares:
+        for vecs in lanes:
+            split = Split(share, vecs * LANES_BYTES)
+            yield f"{share:.3f} send pieces of {vecs * LANES_BYTES} B", Shape(split, split)
+
+
+def early(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """The same and, after them, each with early launches."""
+    return shapes | {f"{name}, early": shape._replace(early=True) for name, shape in shapes.items()}
 
 
 SHAPES: dict[str, dict[str, Shape]] = {
-    "ll": dict(ll_shapes()),
+    "ll": early({"as now": Shape(), **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8), (2, 4, 7, 14)))}),
     "ht": {
         "as now": Shape(),
         "as now, early": Shape(early=True),
+        **dict(splits((1 / 4, 3 / 8, 1 / 2, 5 / 8), (4, 7, 14, 28))),
         "fetch, 4 x 3,584 B": bulk(0, 0, 1, 4, 3584),
         "fetch, 6 x 2,048 B": bulk(0, 0, 1, 6, 2048),
-        "fetch, 12 x 1,024 B": bulk(0, 0, 1, 12, 1024),
+        "fetch, 2 x 7,168 B": bulk(0, 0, 1, 2, 7168),
         "push, 4 warps": bulk(8, 4, 4, 4, 3584),
-        "push, 6 warps": bulk(8, 6, 4, 4, 3584),
-        "push, 8 warps": bulk(8, 8, 4, 4, 3584),
-        "push, 6 warps, 8 x 1,792 B": bulk(8, 6, 8, 8, 1792),
         "a quarter pushed, 3 warps": bulk(2, 3, 4, 4, 3584),
-        "half pushed, 4 warps": bulk(4, 4, 4, 4, 3584),
-        "three quarters pushed, 6 warps": bulk(6, 6, 4, 4, 3584),
     },
 }
 LAYOUTS = {"ll": "expert_major", "ht": "flat"}
