@@ -1,6 +1,6 @@
 """Which shape of dispatch and combine is fastest, every launch compared bit by bit.
 
-    mpirun -n 2 python -m mpi4py benchmarks/token_shapes.py [--mode ll] [--tokens 128] [--sms 132] [--hidden 7168]
+    mpirun -n 2 python -m mpi4py benchmarks/token_shapes.py [--mode ll] [--layout expert_major] [--tokens 128] [--sms 132]
 
 One rank per GPU, bfloat16, top-8 of 256 experts. Mode ht: 4,096 tokens, flat rows; mode ll: 128 tokens, expert-major.
 Rows and weights alternate between launches; all shapes must deliver what the first does. Exit code 1 when one did not.
@@ -57,11 +57,11 @@ def early(shapes: dict[str, Shape]) -> dict[str, Shape]:
 
 
 SHAPES: dict[str, dict[str, Shape]] = {
-    "ll": early({"as now": Shape(), **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8), (2, 4, 7, 14)))}),
+    "ll": early({"as now": Shape(), **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 1), (1, 2, 4, 7, 14)))}),
     "ht": {
         "as now": Shape(),
         "as now, early": Shape(early=True),
-        **dict(splits((1 / 4, 3 / 8, 1 / 2, 5 / 8), (4, 7, 14, 28))),
+        **dict(splits((1 / 8, 1 / 4, 3 / 8, 1), (4, 7, 14, 28))),
         "fetch, 4 x 3,584 B": bulk(0, 0, 1, 4, 3584),
         "fetch, 6 x 2,048 B": bulk(0, 0, 1, 6, 2048),
         "fetch, 2 x 7,168 B": bulk(0, 0, 1, 2, 7168),
@@ -76,8 +76,11 @@ TOKENS = {"ll": 128, "ht": 4096}
 class Bench:
     """Rows and routing of one size on this rank, and what the first shape makes of them."""
 
-    def __init__(self, group: MpiGroup, device: CudaDevice, mode: str, token_count: int, hidden: int) -> None:
-        self.group, self.device, self.mode, self.token_count, self.hidden = group, device, mode, token_count, hidden
+    def __init__(
+        self, group: MpiGroup, device: CudaDevice, mode: str, layout: str, token_count: int, hidden: int
+    ) -> None:
+        self.group, self.device, self.mode, self.layout = group, device, mode, layout
+        self.token_count, self.hidden = token_count, hidden
         rng = np.random.default_rng(group.rank)
         self.topk_idx = np.argsort(rng.random((token_count, EXPERTS)), axis=1)[:, :TOP_K]
         self.topk_weights = rng.random((token_count, TOP_K), dtype=np.float32)
@@ -109,7 +112,7 @@ class Bench:
             hidden=self.hidden,
             dtype=dtype_named("bfloat16"),
             mode=self.mode,  # type: ignore[arg-type]
-            layout=LAYOUTS[self.mode],  # type: ignore[arg-type]
+            layout=self.layout,  # type: ignore[arg-type]
             max_tokens=self.token_count,
         )
         handle.route(self.topk_idx, self.topk_weights)
@@ -161,14 +164,19 @@ def main() -> None:
     parser.add_argument("--mode", choices=SHAPES, default="ll")
     parser.add_argument("--sms", type=lambda text: [int(word) for word in text.split(",")], default=[132])
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--layout", choices=("flat", "expert_major"))
+    parser.add_argument("--only", default="", help="shapes with this in their names")
     parser.add_argument("--hidden", type=int, default=7168)
     arguments = parser.parse_args()
     group = world()
     token_count = arguments.tokens or TOKENS[arguments.mode]
-    bench = Bench(group, cuda_device(group.rank), arguments.mode, token_count, arguments.hidden)
+    layout = arguments.layout or LAYOUTS[arguments.mode]
+    bench = Bench(group, cuda_device(group.rank), arguments.mode, layout, token_count, arguments.hidden)
     bad = 0
     for num_sms in arguments.sms:
         for name, shape in SHAPES[arguments.mode].items():
+            if arguments.only not in name:
+                continue
             p50_us, wrong = bench.measure(num_sms, shape)
             bad += wrong
             if group.rank == 0:

@@ -147,7 +147,7 @@ class CudaDevice:
     """One GPU, one non-blocking stream; ranks beyond the number of GPUs share them."""
 
     threads = 512
-    early_launches = False
+    early_launches = True
     """Whether blocks may come while the kernel before still runs, to wait there for its end; from Hopper on."""
 
     def __init__(self, rank: int) -> None:

@@ -153,40 +153,29 @@ FAULTS = {
         "or_shared(mine + expert_bins + rank, lane_bit);\n        }",
         RACES,
     ),
+    "a flag is written before its data": (
+        "combine.cu",
+        "combine flat",
+        "    const Piece part = piece_of(a.row_vecs, (int)a.return_pieces, piece);\n    if (!a.staged) {",
+        "    const Piece part = piece_of(a.row_vecs, (int)a.return_pieces, piece);\n"
+        "    u64* flag = at<u64>(a.heaps, source, a.return_flags_at) + row * a.return_pieces + piece;\n"
+        "    if (lane_id() == 0) store_release(flag, epoch + 1);\n"
+        "    if (!a.staged) {",
+        RACES,
+    ),
     "a flag is a plain store": (
         "dispatch_expert.cu",
-        "dispatch expert_major",
+        "dispatch expert_major ht",
         "store_release(at<u64>(a.heaps, lane_id(), a.stage_flags_at) + row * a.pieces + piece, epoch + 1);",
         "at<u64>(a.heaps, lane_id(), a.stage_flags_at)[row * a.pieces + piece] = epoch + 1;",
         RACES,
     ),
-    "words that have been taken are not blanked": (
-        "stage.cuh",
-        "dispatch expert_major",
-        "came = await(address, words) && came;\n        blank(address);\n",
-        "came = await(address, words) && came;\n",
-        ALWAYS,
-    ),
-    "rows that have been added up are not blanked": (
+    "a warp does not wait for its other lanes": (
         "combine.cu",
         "combine flat",
-        "        blank(address);\n",
-        "",
-        ALWAYS,
-    ),
-    "a vector is taken when its last word is there": (
-        "stage.cuh",
-        f"combine flat {FEW_TOKENS}",
-        "return is_blank(v.x) || is_blank(v.y) || is_blank(v.z) || is_blank(v.w);",
-        "return is_blank(v.w);",
-        DELAYED,
-    ),
-    "a word that several read is not awaited": (
-        "stage.cuh",
-        f"dispatch expert_major ll hidden=4096 {FEW_TOKENS}",
-        "return (u32)(value >> 32) == (u32)(epoch + 1);",
-        "return true;",
-        DELAYED,
+        "    __syncwarp();\n    if (lane_id() == 0)\n        store_release",
+        "    if (lane_id() == 0)\n        store_release",
+        RACES,
     ),
     "flags follow bulk stores that have only been read": (
         "combine_bulk.cu",
@@ -219,10 +208,11 @@ FAULTS = {
     "a flag goes ahead of its data": (
         "combine.cu",
         f"combine flat {FEW_TOKENS}",
-        "    Sent to{false};\n",
-        "    Sent to{false};\n"
+        "    const Piece part = piece_of(a.row_vecs, (int)a.return_pieces, piece);\n    if (!a.staged) {",
+        "    const Piece part = piece_of(a.row_vecs, (int)a.return_pieces, piece);\n"
         "    u64* flag = at<u64>(a.heaps, source, a.return_flags_at) + row * a.return_pieces + piece;\n"
-        "    if (lane_id() == 0) store_release(flag, epoch + 1);\n",
+        "    if (lane_id() == 0) store_release(flag, epoch + 1);\n"
+        "    if (!a.staged) {",
         DELAYED,
     ),
     "rows are pushed over those that their reader still has": (
@@ -237,6 +227,37 @@ FAULTS = {
         f"dispatch flat {FEW_TOKENS}",
         "    exchange_done(a.heaps, a.rank, a.ranks, a.done_flags_at, epoch, waiting_of(a), word);\n",
         "",
+        DELAYED,
+    ),
+    "words that have been taken are not blanked": (
+        "stage.cuh",
+        "dispatch expert_major ll",
+        "came = await(address, words) && came;\n        blank(address);\n",
+        "came = await(address, words) && came;\n",
+        ALWAYS,
+    ),
+    "a vector is taken when its last word is there": (
+        "stage.cuh",
+        f"dispatch expert_major ll hidden=4096 {FEW_TOKENS}",
+        "return is_blank(v.x) || is_blank(v.y) || is_blank(v.z) || is_blank(v.w);",
+        "return is_blank(v.w);",
+        DELAYED,
+    ),
+    "a piece with blank words is announced too soon": (
+        "dispatch_expert.cu",
+        f"dispatch expert_major ll hidden=4096 {FEW_TOKENS}",
+        "    Sent to{!a.low_latency};\n",
+        "    Sent to{!a.low_latency};\n"
+        "    if (lane_id() < a.ranks)\n"
+        "        store_release(at<u64>(a.heaps, lane_id(), a.stage_flags_at) +\n"
+        "                      stage_row(a, epoch, a.rank, token) * a.pieces + piece, epoch + 1);\n",
+        DELAYED,
+    ),
+    "a word that several read is not awaited": (
+        "stage.cuh",
+        f"dispatch expert_major ll hidden=4096 {FEW_TOKENS}",
+        "return (int)((u32)(value >> 32) - (u32)(epoch + 1)) >= 0;",
+        "return true;",
         DELAYED,
     ),
     "a stage has one half": (

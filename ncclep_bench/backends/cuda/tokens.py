@@ -33,12 +33,12 @@ class Split(NamedTuple):
     """How a kernel divides its work; measured on two H200, the only place where the shape of a row matters."""
 
     push_share: float
-    """Share of a block's warps that send; the others take what arrives."""
+    """Share of a block's warps that send; the others take what arrives. With 1 all of them send, then take."""
     piece_bytes: int
     """At most so much of a row is one warp's."""
 
 
-DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 7 * LANES_BYTES)}
+DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 2 * LANES_BYTES)}
 COMBINE = {"ht": Split(3 / 8, 14 * LANES_BYTES), "ll": Split(1 / 2, 4 * LANES_BYTES)}
 
 
@@ -62,9 +62,9 @@ def bulk_of(session: CudaSession) -> Bulk | None:
     return _BULK if session.bulk_bytes and session.blocks <= _MOST_BULK_BLOCKS else None
 
 
-_BULK = Bulk(push_share=0, push_warps=0, push_batch=1, take_slots=4, piece_bytes=7 * LANES_BYTES)
-_MOST_BULK_BLOCKS = 0
-"""Grids of at most so many blocks combine by bulk copies: none before they have been measured on a GPU."""
+_BULK = Bulk(push_share=0, push_warps=0, push_batch=1, take_slots=2, piece_bytes=14 * LANES_BYTES)
+_MOST_BULK_BLOCKS = 64
+"""Grids of at most so many blocks combine by bulk copies; larger ones are faster without."""
 
 
 _NOT_THERE = 0xFFFFFFFF
@@ -119,9 +119,10 @@ class TokenHandle:
             self.return_pieces = self._pieces(min(self.bulk.piece_bytes, self._bulk_piece_bytes(self.bulk)))
         self.tokens = 0
         self._heap = session.heap(parts := self._parts(), flags=self._flags())
-        for name in ("stage_rows", "stage_scales", "return_rows"):
-            session.device.fill(self._heap.address(name), parts[name], BLANK)
-        session.group.barrier()
+        if self.staged and mode == "ll":
+            for name in ("stage_rows", "stage_scales"):
+                session.device.fill(self._heap.address(name), parts[name], BLANK)
+            session.group.barrier()
         self._states = {name: session.new_state() for name in ("layout", "dispatch", "combine")}
         self._allocate(placement)
 
@@ -240,7 +241,7 @@ class TokenHandle:
     def _roles(self, split: Split) -> dict[str, int]:
         warps = self._warps()
         push = max(1, round(warps * split.push_share))
-        return {"push_warps": push, "take_warps": warps - push}
+        return {"push_warps": push, "take_warps": warps - push or warps}
 
     def _most_rows(self) -> int:
         """Rows of the expert-major output at worst."""

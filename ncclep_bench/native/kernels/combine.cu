@@ -8,7 +8,7 @@ using namespace ncclep;
 
 // One received row as its owner shall get it: as it lies, or (staged) the weighted sum over its local experts.
 struct Arrival {
-    Vec* row;        // not staged
+    const Vec* row;  // not staged
     u32 choices;     // staged: lanes whose choice is here
     int at;          // this lane's
     float weight;
@@ -45,42 +45,19 @@ __device__ inline void push_back(const TokenArgs& a, u64 epoch, const i64* row_f
     const i64 row = return_row(a, epoch, a.rank, slot);
     Vec* target = at<Vec>(a.heaps, source, a.return_rows_at) + row * a.row_vecs;
     const Piece part = piece_of(a.row_vecs, (int)a.return_pieces, piece);
-    Sent to{false};
     if (!a.staged) {
-        Lying from;
-        copy_piece(arrival.row, part, from, to, [] { return 1u; }, [&](int) { return target; });
+        copy_piece(arrival.row, part, [] { return 1u; }, [&](int) { return target; });
     } else {
         for (int base = part.first; base < part.end; base += 32 * kAtOnce) {
             float sums[kAtOnce][Element::kPerVec] = {};
             add_choices<Element>(a, arrival, base + lane_id(), part.end, sums);
-            store_sums<Element>(to, target, base + lane_id(), part.end, sums);
+            store_sums<Element>(target, base + lane_id(), part.end, sums);
         }
     }
-    if (to.needs_flag() && lane_id() == 0)
+    __syncwarp();
+    if (lane_id() == 0)
         store_release(at<u64>(a.heaps, source, a.return_flags_at) + row * a.return_pieces + piece, epoch + 1);
 }
-
-// The rows of a token, as its owner adds them up: its own lies, those of others come into its stage.
-struct Returned {
-    const TokenArgs& a;
-    u64 epoch;
-    int piece;
-    bool came;
-
-    __device__ Vec load(int rank, const Vec* address) const {
-        return rank == a.rank ? load_once(address) : load_words(address);
-    }
-
-    __device__ void settle(int rank, Vec* address, Vec& words) {
-        if (rank == a.rank) return;
-        if (is_blank(words)) {
-            const i64 row = (address - at<Vec>(a.heaps, a.rank, a.return_rows_at)) / a.row_vecs;
-            const u64* flag = at<u64>(a.heaps, a.rank, a.return_flags_at) + row * a.return_pieces + piece;
-            came = Coming{flag, epoch + 1, rank, waiting_of(a), true}.await(address, words) && came;
-        }
-        blank(address);
-    }
-};
 
 // Sum of one piece of a token's rows; false when one does not come.
 template <typename Element>
@@ -92,23 +69,32 @@ __device__ inline bool gather(const TokenArgs& a, u64 epoch, const i64* row_firs
     if (here) own = arrival_of(a, row_first, a.rank, __shfl_sync(kAllLanes, slot, (int)a.rank));
     const float weight = weight_of_lane(a, token);
     const i64 row = return_row(a, epoch, lane_id(), slot < 0 ? 0 : slot);
-    Vec* staged = at<Vec>(a.heaps, a.rank, a.return_rows_at);
+    const Vec* staged = at<Vec>(a.heaps, a.rank, a.return_rows_at);
     const Piece part = piece_of(a.row_vecs, (int)a.return_pieces, piece);
     const auto row_from = [&](int rank) {
-        Vec* came = staged + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
-        return rank == a.rank ? own.row : came;
+        const Vec* from = staged + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
+        return rank == a.rank ? own.row : from;
     };
     const auto weight_from = [&](int rank) { return __shfl_sync(kAllLanes, weight, rank); };
-    Returned from{a, epoch, piece, true};
+    const auto all_came = [&] {
+        bool came = true;
+        const u64* flags = at<u64>(a.heaps, a.rank, a.return_flags_at);
+        if (away >> lane_id() & 1)
+            came = wait_for(flags + row * a.return_pieces + piece, epoch + 1, lane_id(), waiting_of(a));
+        const bool all = __ballot_sync(kAllLanes, !came) == 0;
+        __syncwarp();
+        return all;
+    };
     Vec* sum = a.combined + token * a.row_vecs;
     for (int base = part.first; base < part.end; base += 32 * kAtOnce) {
         const int first = base + lane_id();
         float sums[kAtOnce][Element::kPerVec] = {};
         if (here && a.staged) add_choices<Element>(a, own, first, part.end, sums);
-        add_rows<Element>(from, a.staged ? away : wanted, row_from, weight_from, first, part.end, sums);
+        if (base == part.first && !all_came()) return false;
+        add_rows<Element>(a.staged ? away : wanted, row_from, weight_from, first, part.end, sums);
         store_sums<Element>(sum, first, part.end, sums);
     }
-    return __ballot_sync(kAllLanes, !from.came) == 0;
+    return true;
 }
 
 // Shared memory: 8 + 12 × ranks bytes. The first push_warps of a block send, the last take_warps add up.

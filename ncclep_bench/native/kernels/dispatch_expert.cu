@@ -21,7 +21,8 @@ __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int p
         return wanted = __ballot_sync(kAllLanes, slot >= 0 && lane_id() != a.rank);
     };
     Lying from;
-    Sent to{false};
+    // Where much crosses, a release for each piece also keeps a warp from filling the way out of its multiprocessor.
+    Sent to{!a.low_latency};
     copy_piece(a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide, [&](int rank) {
         return at<Vec>(a.heaps, rank, a.stage_rows_at) + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
     });
@@ -165,22 +166,34 @@ __device__ static void expand_own(const TokenArgs& a, const int* first, int toke
 __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* first, int source, int slot, int piece) {
     const i64 row = stage_row(a, epoch, source, slot);
     const u64* flag = at<u64>(a.heaps, a.rank, a.stage_flags_at) + row * a.pieces + piece;
-    Coming from{flag, epoch + 1, source, waiting_of(a), true};
+    bool came = true;
     const auto choose = [&] {
         Choice choice{-1, 0.0f};
         if (lane_id() >= a.top_k) return choice;
         const u64* record = at<u64>(a.heaps, a.rank, a.stage_records_at) + row * 2 * a.top_k + lane_id();
-        bool came = true;
         const u32 place = await_dated(record + a.top_k, epoch, source, waiting_of(a), came);
         choice.weight = bits_to_float(await_dated(record, epoch, source, waiting_of(a), came));
         if (came && place != kNotThere)
             choice.to = first[source * a.local_experts + place / (u32)a.slots] + (int)(place % (u32)a.slots);
-        from.came = came;
         return choice;
     };
-    expand_piece(a, from, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
-                 at<u32>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words, source * a.slots + slot, piece, choose);
-    return __ballot_sync(kAllLanes, !from.came) == 0;
+    const auto expand = [&](auto& from) {
+        expand_piece(a, from, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
+                     at<u32>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words, source * a.slots + slot, piece,
+                     choose);
+    };
+    if (a.low_latency) {
+        Coming from{flag, epoch + 1, source, waiting_of(a), true};
+        expand(from);
+        came = came && from.came;
+    } else {
+        if (lane_id() == 0) came = wait_for(flag, epoch + 1, source, waiting_of(a));
+        if (__ballot_sync(kAllLanes, !came)) return false;
+        __syncwarp();
+        Lying from;
+        expand(from);
+    }
+    return __ballot_sync(kAllLanes, !came) == 0;
 }
 
 // Shared memory: 8 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the

@@ -1,4 +1,4 @@
-// Rows that tell by themselves that they have come.
+// Rows that tell by themselves that they have come: mode ll.
 //
 // A stage is blank, all ones, where nothing has come, and whoever takes a word blanks it again before anybody writes there
 // once more. So words need no flag, and nobody waits until what he has sent has arrived. A piece that holds blank words of
@@ -54,7 +54,7 @@ struct Coming {
         const auto there = [&] {
             words = load_words(address);
             if (!is_blank(words)) return true;
-            if (load_acquire(flag) < value) return false;
+            if (load_word(flag) < value || load_acquire(flag) < value) return false;
             words = load_words(address);
             return true;
         };
@@ -69,7 +69,7 @@ struct Kept {
 
 // Words into a stage.
 struct Sent {
-    bool looks_blank;  // what this lane has sent
+    bool looks_blank;  // what this lane has sent; true from the start where every piece has its flag
 
     template <typename Words>
     __device__ void put(Words* address, Words words) {
@@ -88,12 +88,12 @@ struct Sent {
 // A word of 32 bits that carries its epoch, so that several may read it and nobody blanks it.
 __device__ inline u64 dated(u64 epoch, u32 word) { return (epoch + 1) << 32 | word; }
 
-// The word, which may be on its way; 0, and false in `came`, when it does not come.
+// The word of that epoch, or of a later one, which may be on its way; 0, and false in `came`, when it does not come.
 __device__ inline u32 await_dated(const u64* address, u64 epoch, int peer, const Waiting& waiting, bool& came) {
     u64 value = 0;
     const auto there = [&] {
         value = load_word(address);
-        return (u32)(value >> 32) == (u32)(epoch + 1);
+        return (int)((u32)(value >> 32) - (u32)(epoch + 1)) >= 0;
     };
     if (wait_until(address, there, epoch + 1, peer, waiting)) return (u32)value;
     came = false;

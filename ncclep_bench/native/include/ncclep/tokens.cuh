@@ -50,7 +50,7 @@ struct TokenArgs {
     int* received;          // [ranks], rows of each source in the last dispatch
     int* arrived_at;        // [ranks][slots][top_k], row of each choice
     float* arrived_weight;  // likewise
-    Vec* returning;
+    const Vec* returning;
     Vec* combined;
     i64 counts_at;          // u64 [2][ranks][most_experts + ranks]
     i64 ready_flags_at;
