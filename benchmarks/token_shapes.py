@@ -1,6 +1,6 @@
 """Which shape of dispatch and combine is fastest, every launch compared bit by bit.
 
-    mpirun -n 2 python -m mpi4py benchmarks/token_shapes.py [--mode ll] [--layout expert_major] [--tokens 128] [--sms 132]
+    mpirun -n 2 python -m mpi4py benchmarks/token_shapes.py [--mode ll] [--tokens 128] [--sms 132,16] [--only NAME]
 
 One rank per GPU, bfloat16, top-8 of 256 experts. Mode ht: 4,096 tokens, flat rows; mode ll: 128 tokens, expert-major.
 Rows and weights alternate between launches; all shapes must deliver what the first does. Exit code 1 when one did not.

@@ -29,12 +29,11 @@ class GraphTimer:
 
     A graph holds several operations in a row, as a model's layers follow each other, and a sample is its time divided
     by their number: what lies between two operations counts, what the host needs to start the graph does not. `cold`:
-    before each operation the cache is flushed and the ranks meet; a sample is then an eighth of what such a graph takes
-    longer than one of flushes and meetings alone.
+    before each operation the cache is flushed and the ranks meet, so operations are timed one by one.
     """
 
     timing = "graph"
-    """`eager` where an operation needs the host, and once one has refused to be captured, as a library's may do."""
+    """`eager` where an operation needs the host or a cold cache, and once one has refused to be captured."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class GraphTimer:
         self._cold = cold
         self._flush: Launch | None = None
         self._needs_host = needs_host
-        if needs_host:
+        if needs_host or cold:
             self.timing = "eager"
 
     def first_us(self) -> float:
@@ -75,7 +74,7 @@ class GraphTimer:
         return times
 
     def eager_us(self, count: int) -> list[float]:
-        return [times[0] for times in self._between_events(count, self._enqueue)]
+        return self._between_events(count, self._enqueue)
 
     def call_us(self, count: int) -> list[float]:
         self._device.synchronize()
@@ -93,7 +92,7 @@ class GraphTimer:
             return []
         times = self._replayed_us(self._enqueue_update, count)
         if times is None:
-            times = [each[0] for each in self._between_events(count, self._enqueue_update)]
+            times = self._between_events(count, self._enqueue_update)
         return times
 
     def utilisation(self) -> dict[str, float]:
@@ -129,26 +128,11 @@ class GraphTimer:
         return sent
 
     def _replayed_us(self, enqueue: Callable[[], object], count: int) -> list[float] | None:
-        """None, on all ranks, where one of them cannot capture what may refuse to be."""
-
-        def operation() -> None:
-            if self._cold:
-                self._align()
-            enqueue()
-
-        if self._cold:
-            self._flushing()  # Nothing can be allocated while a graph is captured.
-        replay = self._captured(operation)
+        """None, on all ranks, where it is not to be or cannot be captured."""
+        replay = None if self._cold else self._captured(enqueue)
         if replay is None:
             return None
-        if not self._cold:
-            return [times[0] / OPERATIONS_PER_GRAPH for times in self._between_events(count, replay)]
-        aligning = self._captured(self._align)
-        assert aligning is not None, "our own kernels can be captured"
-        return [
-            max(0.0, whole - rest) / OPERATIONS_PER_GRAPH
-            for whole, rest in self._between_events(count, replay, aligning)
-        ]
+        return [us / OPERATIONS_PER_GRAPH for us in self._between_events(count, replay)]
 
     def _captured(self, operation: Callable[[], object]) -> Callable[[], None] | None:
         """A graph of several operations; None, on all ranks, where one of them has none."""
@@ -179,14 +163,11 @@ class GraphTimer:
             self._flush = flush_of(self._session, self._device.l2_bytes, self._device.blocks)
         return self._flush
 
-    def _between_events(self, count: int, *runs: Callable[[], object]) -> list[tuple[float, ...]]:
-        """Microseconds from one event to the next with each of `runs` between them in turn, `count` times.
+    def _between_events(self, count: int, run: Callable[[], object]) -> list[float]:
+        """Microseconds between two events around `run`, `count` times; before each the ranks are aligned."""
+        times: list[float] = []
 
-        Before each of them the ranks are aligned.
-        """
-        times: list[tuple[float, ...]] = []
-
-        def between(run: Callable[[], object]) -> tuple[object, object]:
+        def between() -> tuple[object, object]:
             self._align()
             before = self._device.record()
             run()
@@ -196,19 +177,18 @@ class GraphTimer:
         host_us = 0.0
         if not self._needs_host:
             start = time.perf_counter()
-            for run in runs:
-                between(run)
+            between()
             host_us = (time.perf_counter() - start) * 1e6
         while len(times) < count:
             rounds = min(_RUNS_AT_ONCE, count - len(times))
             if not self._needs_host:
                 # The host fills the stream while the device is held, so no run waits for the host.
-                hold_us = rounds * max(_LEAST_HOLD_US * len(runs), _HOST_MARGIN * host_us)
+                hold_us = rounds * max(_LEAST_HOLD_US, _HOST_MARGIN * host_us)
                 self._session.launch("hold", {"hold_ns": int(hold_us * 1e3)}, blocks=1, threads=32)()
-            events = [[between(run) for run in runs] for _ in range(rounds)]
+            events = [between() for _ in range(rounds)]
             self._device.synchronize()
             self._session.check()
-            times += [tuple(self._device.elapsed_us(*pair) for pair in pairs) for pairs in events]
+            times += [self._device.elapsed_us(*pair) for pair in events]
         return times
 
 
