@@ -56,7 +56,7 @@ PINNED: dict[str, Any] = {name: int(value) for name, value in (word.split("=") f
 DELAYS = os.environ.get("NCCLEP_TEST_DELAYS")
 DEFINES = (f"NCCLEP_DELAYS={DELAYS}",) if DELAYS else ()
 LAUNCHES, MOST_TOKENS = (5, 40) if DELAYS else (3, 150)
-LATE, MOST_LATE_S = 5, 5.0
+LATE, MOST_LATE_S = 3, 2.0
 """Launches that one rank comes late to the second one, under delays: more than one, less than any deadline."""
 DEADLINE_S = 60.0
 TOKENS = ("dispatch", "combine", "dispatch_combine")

@@ -58,7 +58,7 @@ def on_threads(
 
 @needs_compiler
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "count"), [(1, 15), (2, 25), (4, 15)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 15), (2, 25), (4, 8)])
 def test_random_cases_are_right_when_ranks_share_memory(mpi_run: MpiRun, ranks: int, count: int) -> None:
     program = HERE / "cpu_cases.py"
     done = mpi_run(ranks, "-m", "mpi4py", program, ranks, count, env={"PYTHONPATH": PYTHONPATH}, deadline_s=240)
@@ -92,7 +92,7 @@ def test_rows_that_nccl_ep_delivers_in_an_order_of_its_own_are_put_into_ours(
 
 @needs_compiler
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "count"), [(2, 20), (4, 20)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 20), (4, 8)])  # on four ranks the first kinds: dispatch and combine
 def test_every_kind_of_case_is_right_when_each_release_and_acquire_dawdles(
     mpi_run: MpiRun, ranks: int, count: int
 ) -> None:
@@ -122,7 +122,7 @@ def test_delays_stand_around_every_release_and_are_in_no_other_build(side: list[
 
 
 @pytest.mark.skipif(thread_sanitizer() is None, reason="no ThreadSanitizer")
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 1)])
 def test_no_kernel_races(ranks: int, count: int) -> None:
     done = on_threads(count, ranks, races=True)
 

@@ -281,7 +281,7 @@ class TokenHandle:
     def _dispatch(self, **others: int) -> Callable[[], None]:
         ranks = self.session.size
         places = ranks * self.local_experts + self.local_experts + ranks
-        shared_bytes = 8 + (4 * places if self.staged else 8 * ranks)
+        shared_bytes = 12 + 4 * places if self.staged else 8 + 8 * ranks
         kernel = "dispatch_expert" if self.staged else "dispatch_flat"
         return self.session.launch(kernel, self._arguments | others, shared_bytes=shared_bytes)
 

@@ -56,14 +56,14 @@ struct Places {
     int* first;   // [ranks][local_experts], first row of each in this rank's output
     int* totals;  // [local_experts], rows of each expert
     int* from;    // [ranks], rows of each source
+    u32* late;    // whether counts did not come
 };
 
 // Waits for everybody's counts and lays out this rank's output; threads `number` of `threads` of a block, the last ones.
 // False when some do not come.
-__device__ static bool place_experts(const TokenArgs& a, u64 counts, const Places& places, u64* word, int number,
-                                     int threads) {
+__device__ static bool place_experts(const TokenArgs& a, u64 counts, const Places& places, int number, int threads) {
     const int experts = (int)a.local_experts, ranks = (int)a.ranks, columns = experts + 1;
-    if (number == 0) *word = 0;
+    if (number == 0) *places.late = 0;
     sync_some(1, threads);
     bool came = true;
     for (int i = number; i < ranks * columns; i += threads) {
@@ -72,7 +72,7 @@ __device__ static bool place_experts(const TokenArgs& a, u64 counts, const Place
         const int count = await_count(a, source, at, counts, came);
         *(column < experts ? places.first + source * experts + column : places.from + source) = count;
     }
-    if (!came) or_shared(reinterpret_cast<u32*>(word), 1);
+    if (!came) or_shared(places.late, 1);
     sync_some(1, threads);
     for (int expert = number; expert < experts; expert += threads) {
         int rows = a.low_latency ? expert * ranks * (int)a.slots : 0;
@@ -85,7 +85,7 @@ __device__ static bool place_experts(const TokenArgs& a, u64 counts, const Place
         places.totals[expert] = rows - start;
     }
     sync_some(1, threads);
-    if (a.low_latency) return *word == 0;
+    if (a.low_latency) return *places.late == 0;
     if (number < 32) {
         int start = 0;
         for (int base = 0; base < experts; base += 32) {
@@ -103,7 +103,7 @@ __device__ static bool place_experts(const TokenArgs& a, u64 counts, const Place
         }
     }
     sync_some(1, threads);
-    return *word == 0;
+    return *places.late == 0;
 }
 
 // One choice of a row, known to one lane below top_k: its row in the output, -1 where it is not here.
@@ -196,7 +196,7 @@ __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* 
     return __ballot_sync(kAllLanes, !came) == 0;
 }
 
-// Shared memory: 8 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the
+// Shared memory: 12 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the
 // last take_warps expand.
 extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const TokenArgs a) {
     await_previous();
@@ -205,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const Token
     places.first = reinterpret_cast<int*>(word + 1);
     places.totals = places.first + a.ranks * a.local_experts;
     places.from = places.totals + a.local_experts;
+    places.late = reinterpret_cast<u32*>(places.from + a.ranks);
     const u64 epoch = *epoch_of_block(a.dispatch_state), counts = count_epoch(a, epoch);
     const int grid = gridDim.x, pieces = (int)a.pieces, warps = warps_per_block();
     const bool closes = blockIdx.x == gridDim.x - 1;
@@ -228,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const Token
     const int taker = warp_id() - (warps - (int)a.take_warps);
     if (taker >= 0) {
         const int number = taker * 32 + lane_id(), threads = (int)a.take_warps * 32;
-        bool complete = place_experts(a, counts, places, word, number, threads);
+        bool complete = place_experts(a, counts, places, number, threads);
         const int stride = grid * (int)a.take_warps;
         int item = taker * grid + blockIdx.x;
         for (; item < a.tokens * pieces && complete; item += stride)
