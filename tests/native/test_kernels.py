@@ -464,23 +464,18 @@ def test_without_a_launch_nothing_right_is_left_of_the_last_one(collective: str,
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("source", sorted((ROOT / "kernels").glob("*.cu")), ids=lambda path: path.stem)
-def test_kernels_compile_for_every_chip_and_spill_next_to_nothing(
-    source: Path, architecture: str, tmp_path: Path
-) -> None:
-    command = ["nvcc", f"-arch={architecture}", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+def test_kernels_compile_for_every_chip_and_spill_next_to_nothing(source: Path, tmp_path: Path) -> None:
+    chips = [f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in (80, 90, 100)]
+    command = ["nvcc", *chips, "--threads", "0", "-std=c++17", "-fatbin", "-Xptxas", "-v", f"-I{ROOT / 'include'}"]
     done = subprocess.run(
-        [*command, f"-I{ROOT / 'include'}", str(source), "-o", str(tmp_path / "kernel.cubin")],
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [*command, str(source), "-o", str(tmp_path / "kernel.fatbin")], capture_output=True, text=True, timeout=240
     )
 
     assert done.returncode == 0, done.stderr
     # Spills differ from one compiler to the next, so a bound and no equality.
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert spilled
+    assert len(spilled) >= len(chips)
     assert max(spilled) <= MOST_SPILLED_BYTES
 
 
