@@ -36,8 +36,10 @@ class Shape(NamedTuple):
     dispatch: Split | None = None
     combine: Split | None = None
     bulk: Bulk | None = None
-    early: bool = False
-    """Launches may begin while the one before still runs."""
+    stores: bool = False
+    """Combine uses no bulk copies, whatever it does now."""
+    early: bool = True
+    """Launches may begin while the one before still runs, where they may now."""
 
 
 def bulk(push_share: int, push_warps: int, push_batch: int, take_slots: int, piece_bytes: int) -> Shape:
@@ -48,19 +50,18 @@ def splits(shares: Sequence[float], lanes: Sequence[int]) -> Iterator[tuple[str,
     for share in shares:
         for vecs in lanes:
             split = Split(share, vecs * LANES_BYTES)
-            yield f"{share:.3f} send pieces of {vecs * LANES_BYTES} B", Shape(split, split)
+            yield f"{share:.3f} send pieces of {vecs * LANES_BYTES} B", Shape(split, split, stores=True)
 
 
-def early(shapes: dict[str, Shape]) -> dict[str, Shape]:
-    """The same and, after them, each with early launches."""
-    return shapes | {f"{name}, early": shape._replace(early=True) for name, shape in shapes.items()}
+def and_not_early(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """The same and, after them, each without early launches."""
+    return shapes | {f"{name}, not early": shape._replace(early=False) for name, shape in shapes.items()}
 
 
 SHAPES: dict[str, dict[str, Shape]] = {
-    "ll": early({"as now": Shape(), **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 1), (1, 2, 4, 7, 14)))}),
+    "ll": and_not_early({"as now": Shape(), **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 1), (1, 2, 4, 7, 14)))}),
     "ht": {
-        "as now": Shape(),
-        "as now, early": Shape(early=True),
+        **and_not_early({"as now": Shape()}),
         **dict(splits((1 / 8, 1 / 4, 3 / 8, 1), (4, 7, 14, 28))),
         "fetch, 4 x 3,584 B": bulk(0, 0, 1, 4, 3584),
         "fetch, 6 x 2,048 B": bulk(0, 0, 1, 6, 2048),
@@ -93,15 +94,17 @@ class Bench:
     def measure(self, num_sms: int, shape: Shape) -> tuple[dict[str, float], int]:
         """Median microseconds of the slowest rank for each operation, and the wrong launches of all ranks."""
         usual = DISPATCH[self.mode], COMBINE[self.mode], tokens.bulk_of
+        usually_early = self.device.early_launches
         DISPATCH[self.mode] = shape.dispatch or usual[0]
         COMBINE[self.mode] = shape.combine or usual[1]
-        tokens.bulk_of = lambda session: shape.bulk
-        self.device.early_launches = shape.early
+        if shape.bulk is not None or shape.stores:
+            tokens.bulk_of = lambda session: shape.bulk
+        self.device.early_launches = usually_early and shape.early
         try:
             return self._measure(num_sms)
         finally:
             DISPATCH[self.mode], COMBINE[self.mode], tokens.bulk_of = usual
-            self.device.early_launches = False
+            self.device.early_launches = usually_early
 
     def _measure(self, num_sms: int) -> tuple[dict[str, float], int]:
         session = CudaSession(self.group, self.device, num_sms=num_sms, deadline_s=5.0)

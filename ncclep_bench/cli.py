@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -35,8 +36,10 @@ def _own_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
         except BenchError as error:
             _complain_once(str(error))
             sys.exit(error.exit_code)
-        except KeyboardInterrupt:
-            _complain("interrupted; what was measured is kept")
+        except KeyboardInterrupt as interrupt:
+            folder = "".join(map(str, interrupt.args))
+            kept = f"; what was measured is in {folder}\n  go on with ncclep-bench sweep --resume {shlex.quote(folder)}"
+            _complain(f"interrupted{kept if folder else ''}")
             _leave(130)
         except (click.exceptions.Exit, click.ClickException, click.Abort, BrokenPipeError):
             raise

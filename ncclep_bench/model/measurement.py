@@ -202,7 +202,7 @@ COLUMNS: dict[str, Column] = _columns(
         "link_bytes": "data that NVLink's own counters saw sent per launch, control bytes among them",
         "minimal_bytes": "distinct (row, remote rank) pairs x row: the least any algorithm moves",
         "minimal_bytes_max_rank": "largest of what one rank must send or receive",
-        "control_bytes": "counts, bitmaps and flags",
+        "control_bytes": "counts, bitmaps, flags, and what goes with the weights",
     }),
     ("us", _us, {"flag_us": "one way of a word through peer memory, measured in this run"}),
     ("GB/s", _number, {"copy_gbps": "peer copies of 256 MiB, pushed by copy engines, all ranks at once, in this run"}),

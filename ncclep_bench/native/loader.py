@@ -85,10 +85,11 @@ class Launcher:
     """All kernels, compiled for one device: no later launch makes peers wait for a compiler.
 
     `defines`: macros of a build of its own, NAME=VALUE each; include/ncclep/delays.cuh says what NCCLEP_DELAYS does.
+    `early`: launches may begin while the kernel before still runs, where the device allows it.
     """
 
-    def __init__(self, device: Device, defines: Sequence[str] = ()) -> None:
-        self.device = device
+    def __init__(self, device: Device, defines: Sequence[str] = (), *, early: bool = False) -> None:
+        self.device, self.early = device, early
         all_defines = (f"NCCLEP_DIGEST=0x{digest()}", *defines)
         self._functions = {
             kernel.name: device.function(kernel.source, ROOT / "include", kernel.name, all_defines)
@@ -100,7 +101,8 @@ class Launcher:
         kernel = kernels()[name]
         if shared_bytes > USUAL_SHARED_BYTES:
             self.device.allow_shared(self._functions[name], shared_bytes)
-        return Launch(self.device, self._functions[name], blocks, threads, shared_bytes, pack(kernel, values))
+        words = pack(kernel, values)
+        return Launch(self.device, self._functions[name], blocks, threads, shared_bytes, words, self.early)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ class Launch:
     threads: int
     shared_bytes: int
     arguments: npt.NDArray[np.uint64]
+    early: bool
 
     def __call__(self) -> None:
-        self.device.launch(self.function, self.blocks, self.threads, self.shared_bytes, self.arguments)
+        self.device.launch(
+            self.function, self.blocks, self.threads, self.shared_bytes, self.arguments, early=self.early
+        )

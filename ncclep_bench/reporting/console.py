@@ -104,7 +104,7 @@ _LEGEND = (
 )
 _FLOOR_LEGEND = " of floor: the least time that links allow (flag latency, peer copies: this run's) over p50."
 _USE_LEGEND = " GPU, SM, dram, link out and in: looped apart from the times; a kernel that spins counts as used."
-_PEERS_LEGEND = " × cuda: time over that of the cuda backend for the same case and timing."
+_PEERS_LEGEND = " × cuda: p50 over that of the cuda backend for the same case and timing, both without update."
 
 
 def _fitting_table(console: Console, scenario: str, collective: str, rows: pd.DataFrame) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ def read_run(path: Path | str) -> Run:
     """The run in folder `path`, or in the run.jsonl that `path` names.
 
     Raises InputError, with file and line, for what is not a run or was written by a newer version. A last line that was
-    cut off while it was written is left out and reported in `warnings`.
+    cut off while it was written is left out and reported in `warnings`, as is a run that was not finished.
     """
     file = Path(path)
     if file.is_dir():
@@ -196,8 +197,14 @@ def read_run(path: Path | str) -> Run:
     if not headers:
         raise InputError(f"{file}: no header in the first line", hint=f"give a run's folder, or its {RUN_FILE}")
     # Every line is written with its end in one call: what has no end was cut off.
-    warnings = (f"{file}:{len(lines) + 1}: the last line is cut off and was left out",) if tail.strip() else ()
-    return Run(file, headers[0], tuple(final.values()), tuple(headers[1:]), warnings, len(data) - len(tail))
+    warnings = [f"{file}:{len(lines) + 1}: the last line is cut off and was left out"] if tail.strip() else []
+    planned = sum(scenario.get("count", 0) for scenario in headers[0].scenarios)
+    if (present := len({case for case, _ in final})) < planned:
+        warnings.append(
+            f"{file}: {present} of {planned} cases, the run was not finished: ncclep-bench sweep --resume "
+            f"{shlex.quote(str(file.parent))} goes on with it"
+        )
+    return Run(file, headers[0], tuple(final.values()), tuple(headers[1:]), tuple(warnings), len(data) - len(tail))
 
 
 def _decode(file: Path, number: int, line: bytes) -> Measurement | RunHeader:

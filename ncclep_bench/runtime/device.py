@@ -104,8 +104,13 @@ class Device(Protocol):
     def allow_shared(self, function: Any, nbytes: int) -> None:
         """Let a kernel's blocks have so much shared memory, up to `bulk_bytes`."""
 
-    def launch(self, function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Words) -> None:
-        """Enqueue a kernel whose one parameter is the struct in `arguments`."""
+    def launch(
+        self, function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Words, *, early: bool
+    ) -> None:
+        """Enqueue a kernel whose one parameter is the struct in `arguments`.
+
+        `early`: its blocks may come while the kernel before still runs, to wait there for its end.
+        """
 
     def synchronize(self) -> None:
         """Return when everything enqueued is done."""
@@ -123,7 +128,7 @@ def missing() -> str | None:
     try:
         cupy = _cupy()
     except CannotRunError as error:
-        return error.message
+        return f"{error.message} ({error.hint})"
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -147,8 +152,6 @@ class CudaDevice:
     """One GPU, one non-blocking stream; ranks beyond the number of GPUs share them."""
 
     threads = 512
-    early_launches = True
-    """Whether blocks may come while the kernel before still runs, to wait there for its end; from Hopper on."""
 
     def __init__(self, rank: int) -> None:
         """Raises CannotRunError when `missing` has a reason."""
@@ -168,6 +171,8 @@ class CudaDevice:
         self.blocks = max(1, int(self._device.attributes["MultiProcessorCount"]) // sharers)
         attributes = self._device.attributes
         self.bulk_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"]) if self._is_hopper() else 0
+        self.early_launches = self._is_hopper() and sharers == 1
+        """Blocks that came early would take the place of another rank's that they wait for."""
         self._modules: dict[tuple[Path, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[Path, str, tuple[str, ...]], int] = {}
         self._aside: Any = None
@@ -321,11 +326,13 @@ class CudaDevice:
     def allow_shared(self, function: int, nbytes: int) -> None:
         self._cupy.cuda.driver.funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, nbytes)
 
-    def launch(self, function: int, blocks: int, threads: int, shared_bytes: int, arguments: Words) -> None:
+    def launch(
+        self, function: int, blocks: int, threads: int, shared_bytes: int, arguments: Words, *, early: bool
+    ) -> None:
         import numpy
 
         parameters = numpy.array([arguments.ctypes.data], dtype=numpy.uint64)
-        if self.early_launches and self._is_hopper():
+        if early and self.early_launches:
             config = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, self.stream.ptr, _EARLY, len(_EARLY))
             if status := _driver().cuLaunchKernelEx(
                 ctypes.byref(config), ctypes.c_void_p(function), ctypes.c_void_p(parameters.ctypes.data), None

@@ -105,7 +105,7 @@ def run_supervised(
     Gives the folder back, which is reports/SCENARIO-TIME where there is none.
     A case that fails its ranks gets the outcome error and the sweep goes on in new ones. With `resume` only what has no
     result, or an error, is measured. Raises InputError when the folder cannot take the run, CannotRunError when ranks
-    do not even start.
+    do not even start, KeyboardInterrupt with the folder once it holds the run.
     """
     several = [case for case in plan.cases if not backend_of(case).one_process]
     started_by = launcher_command(launcher) if several else None
@@ -120,6 +120,8 @@ def run_supervised(
             for repeat, remaining in enumerate(todo):
                 for _, group in itertools.groupby(remaining, key=lambda case: case.backend):
                     _run_in_fresh_ranks(plan, directory, list(group), repeat, started_by, watcher)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(str(folder)) from error
         except BrokenPipeError:
             raise  # The watcher's, who has nobody to tell.
         except OSError as error:

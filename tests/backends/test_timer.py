@@ -98,7 +98,7 @@ def test_cold_samples_begin_with_a_flushed_cache_and_leave_the_flush_out() -> No
     assert timer.sample_us(40) == [9.0] * 40
     assert timer.eager_us(3) == [9.0] * 3
     assert timer.update_us(2) == [9.0] * 2
-    assert (timer.timing, session.flushed_bytes) == ("graph", [CACHES_FLUSHED * clock.l2_bytes])
+    assert (timer.timing, session.flushed_bytes) == ("eager", [CACHES_FLUSHED * clock.l2_bytes])
 
 
 def test_cold_samples_of_what_no_graph_holds_are_cold_too() -> None:

@@ -63,7 +63,7 @@ def main() -> None:
     backend = Cuda(defines=DEFINES) if DEFINES else BACKENDS.get(sys.argv[1])
     seed, count = map(int, sys.argv[2:4])
     group = world()
-    cuda_device(group.rank).early_launches = "early" in sys.argv[4:]
+    cuda_device(group.rank).early_launches &= "early" in sys.argv[4:]
     for case in random_cases(seed, count, group.size, backend):
         wrong = check(case, group, backend) or check_graph(case, group, backend)
         if wrong is not None:

@@ -7,7 +7,7 @@ NCCLEP_TEST_SOURCES: a folder with other kernels and headers. NCCLEP_TEST_ONLY: 
 or variant, and mode alone, with these axes (name=number), and only where many rows cross. NCCLEP_TEST_BULK: how
 combine uses bulk copies, a number in BULK; without it the shapes take turns. NCCLEP_TEST_DELAYS: a seed; kernels dawdle
 around every release and acquire, ranks come to launches apart and never meet between them, and every kind of case has
-its turn.
+its turn. NCCLEP_TEST_DEADLINE_S: how long kernels wait for each other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ DEFINES = (f"NCCLEP_DELAYS={DELAYS}",) if DELAYS else ()
 LAUNCHES, MOST_TOKENS = (5, 40) if DELAYS else (3, 150)
 LATE, MOST_LATE_S = 3, 2.0
 """Launches that one rank comes late to the second one, under delays: more than one, less than any deadline."""
-DEADLINE_S = 60.0
+DEADLINE_S = float(os.environ.get("NCCLEP_TEST_DEADLINE_S", 60))
 TOKENS = ("dispatch", "combine", "dispatch_combine")
 EXPERTS = ("all_gather_experts", "reduce_scatter_expert_grads")
 KINDS: list[dict[str, Any]] = [

@@ -151,7 +151,14 @@ class CpuDevice:
         assert nbytes <= self.bulk_bytes
 
     def launch(
-        self, function: Any, blocks: int, threads: int, shared_bytes: int, arguments: npt.NDArray[np.uint64]
+        self,
+        function: Any,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        arguments: npt.NDArray[np.uint64],
+        *,
+        early: bool,
     ) -> None:
         function(blocks, threads, shared_bytes, arguments.ctypes.data)
 

@@ -56,8 +56,10 @@ class TimedCpu(CpuDevice):
 
     def capture(self, enqueue: Callable[[], object]) -> Callable[[], object]:
         self._capturing = True
-        enqueue()
-        self._capturing = False
+        try:
+            enqueue()
+        finally:
+            self._capturing = False
         return enqueue
 
     def record(self, *, aside: bool = False) -> float:

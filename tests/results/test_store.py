@@ -76,6 +76,18 @@ def test_a_line_that_could_not_be_read_back_is_refused_before_it_is_written(tmp_
     assert read_run(tmp_path).measurements == (record(1),)
 
 
+def test_a_run_that_was_not_finished_says_so_and_how_to_go_on(tmp_path: Path) -> None:
+    planned = msgspec.structs.replace(HEADER, scenarios=[{"name": "small", "count": 2}])
+    with RunWriter(tmp_path / "a run", planned) as writer:
+        writer.append(record(1))
+
+    (warning,) = read_run(tmp_path / "a run").warnings
+
+    assert warning.endswith(
+        f"1 of 2 cases, the run was not finished: ncclep-bench sweep --resume '{tmp_path / 'a run'}' goes on with it"
+    )
+
+
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_last_line_cut_off_by_a_kill_is_left_out_and_said(tmp_path: Path, kept: int) -> None:
     with RunWriter(tmp_path, HEADER) as writer:

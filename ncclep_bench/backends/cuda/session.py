@@ -126,7 +126,8 @@ class CudaSession:
         offers = [list(map(int, data.split())) for data in group.allgather(f"{own} {device.bulk_bytes}".encode())]
         self.blocks = min(blocks for blocks, _ in offers)
         self.bulk_bytes = min(bulk_bytes for _, bulk_bytes in offers)
-        self.launcher = Launcher(device, defines)
+        # An operation that may use some multiprocessors alone holds none for the one after it.
+        self.launcher = Launcher(device, defines, early=self.blocks == device.blocks)
         group.barrier()
         self._owned: list[int] = []
         self.fault = self.allocate(8 * _FAULT_WORDS)

@@ -1,4 +1,4 @@
-"""Device time of launches: replays of a graph between events, ranks aligned before each, caches warm or flushed."""
+"""Device time of launches between events: replays of a graph, or one by one; ranks aligned before each."""
 
 from __future__ import annotations
 
@@ -176,6 +176,7 @@ class GraphTimer:
         self._device.synchronize()
         host_us = 0.0
         if not self._needs_host:
+            self._align()
             start = time.perf_counter()
             between()
             host_us = (time.perf_counter() - start) * 1e6

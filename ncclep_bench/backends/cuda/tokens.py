@@ -65,6 +65,8 @@ def bulk_of(session: CudaSession) -> Bulk | None:
 _BULK = Bulk(push_share=0, push_warps=0, push_batch=1, take_slots=2, piece_bytes=14 * LANES_BYTES)
 _MOST_BULK_BLOCKS = 64
 """Grids of at most so many blocks combine by bulk copies; larger ones are faster without."""
+_LEAST_BULK_BYTES = 7 * LANES_BYTES
+"""Pieces that must be smaller, as rows of many ranks are on their way to each warp, cost more than stores."""
 
 
 _NOT_THERE = 0xFFFFFFFF
@@ -103,12 +105,12 @@ class TokenHandle:
         self.row_bytes = hidden * dtype.itemsize
         self.scale_words = hidden // SCALE_BLOCK if dtype.scaled else 0
         self.sent_row_bytes = self.row_bytes + 4 * self.scale_words + CHOICE_BYTES * top_k
-        if self.most_experts * max_tokens >= _NOT_THERE:
+        self.staged = layout == "expert_major"
+        if self.staged and self.most_experts * max_tokens >= _NOT_THERE:
             raise UsageError(
                 f"rank {session.rank}: {self.most_experts} local experts x {max_tokens} tokens are too many places for "
                 "a word of 32 bits: use more ranks or fewer tokens"
             )
-        self.staged = layout == "expert_major"
         self.pieces = self._pieces(DISPATCH[mode].piece_bytes)
         # Fetching takes rows out of the peer's own memory, which is where an outbox does not help.
         pushes = mode == "ll" or self.staged or dtype.scaled or session.staging is not None
@@ -116,6 +118,9 @@ class TokenHandle:
         self.return_pieces = self._pieces(COMBINE[mode].piece_bytes)
         if self.bulk is not None:
             self.bulk = self.bulk._replace(take_slots=max(self.bulk.take_slots, session.size))
+            if self._bulk_piece_bytes(self.bulk) < _LEAST_BULK_BYTES:
+                self.bulk = None
+        if self.bulk is not None:
             self.return_pieces = self._pieces(min(self.bulk.piece_bytes, self._bulk_piece_bytes(self.bulk)))
         self.tokens = 0
         self._heap = session.heap(parts := self._parts(), flags=self._flags())
@@ -363,7 +368,10 @@ class TokenHandle:
         peers = self.session.size - 1
         wire = dispatched * self.sent_row_bytes + combined * self.row_bytes
         header = 8 * (self.most_experts + self.session.size)
-        flags = (8 * self.pieces + 4 * self.top_k) * dispatched if self.staged else 16 * dispatches * peers
+        # In mode ll only pieces with words that look blank have a flag; such are not counted.
+        pieces = self.pieces if self.mode == "ht" else 0
+        per_row = 8 * pieces + (RECORD_BYTES - CHOICE_BYTES) * self.top_k
+        flags = per_row * dispatched if self.staged else 16 * dispatches * peers
         announced = (updates if self.mode == "ht" else dispatches) * peers * header
         returned = 8 * self.return_pieces * combined + 8 * combines * peers
         if self.bulk is not None:

@@ -12,7 +12,8 @@ __device__ static i64 stage_row(const TokenArgs& a, u64 epoch, i64 source, i64 s
 }
 
 // One piece of a token into the stages of the other ranks that want it; returns these.
-__device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int piece) {
+template <typename To>
+__device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int piece, To to) {
     i64 row = 0;
     u32 wanted = 0;
     const auto decide = [&] {
@@ -21,8 +22,6 @@ __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int p
         return wanted = __ballot_sync(kAllLanes, slot >= 0 && lane_id() != a.rank);
     };
     Lying from;
-    // Where much crosses, a release for each piece also keeps a warp from filling the way out of its multiprocessor.
-    Sent to{!a.low_latency};
     copy_piece(a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide, [&](int rank) {
         return at<Vec>(a.heaps, rank, a.stage_rows_at) + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
     });
@@ -221,7 +220,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const Token
         const int stride = grid * (int)a.push_warps;
         for (int item = warp_id() * grid + blockIdx.x; item < a.tokens * pieces; item += stride) {
             const int piece = item % pieces;
-            const u32 wanted = push_piece(a, epoch, item / pieces, piece);
+            // Where much crosses, a release for each piece also keeps warps from filling the way out of a multiprocessor.
+            const u32 wanted = a.low_latency ? push_piece(a, epoch, item / pieces, piece, Sent{false})
+                                             : push_piece(a, epoch, item / pieces, piece, Kept{});
             if (piece == 0) pushed += count_bits(wanted);
         }
         if (pushed && lane_id() == 0) fetch_add(&a.dispatch_state->rows_pushed, pushed);

@@ -1,7 +1,6 @@
-// Rows that tell by themselves that they have come: mode ll.
-//
-// A stage is blank, all ones, where nothing has come, and whoever takes a word blanks it again before anybody writes there
-// once more. So words need no flag, and nobody waits until what he has sent has arrived. A piece that holds blank words of
+// How rows come into a stage: announced by flags (mode ht), or telling by themselves that they have come (mode ll). Then
+// a stage is blank, all ones, where nothing has come, and whoever takes a word blanks it again: that has reached memory when
+// his launch ends, and who writes there next waits for a launch after it. So words need no flag, and nobody waits until what he has sent has arrived. A piece that holds blank words of
 // its own is announced by a flag when all of it is there; whoever finds blank words looks at the flag too.
 #pragma once
 
@@ -54,7 +53,8 @@ struct Coming {
         const auto there = [&] {
             words = load_words(address);
             if (!is_blank(words)) return true;
-            if (load_word(flag) < value || load_acquire(flag) < value) return false;
+            if (load_word(flag) < value) return false;
+            load_acquire(flag);  // Not at every look: it costs much more.
             words = load_words(address);
             return true;
         };
@@ -62,14 +62,20 @@ struct Coming {
     }
 };
 
-// Words for this rank alone.
+// Ordinary stores, ordered by whoever announces them.
 struct Kept {
     __device__ static void put(Vec* address, Vec v) { store_once(address, v); }
+    __device__ static void put(u32* address, u32 word) { *address = word; }
+
+    __device__ static bool needs_flag() {
+        __syncwarp();
+        return true;
+    }
 };
 
-// Words into a stage.
+// Words that tell by themselves that they have come.
 struct Sent {
-    bool looks_blank;  // what this lane has sent; true from the start where every piece has its flag
+    bool looks_blank;  // something that this lane has sent
 
     template <typename Words>
     __device__ void put(Words* address, Words words) {
@@ -88,12 +94,12 @@ struct Sent {
 // A word of 32 bits that carries its epoch, so that several may read it and nobody blanks it.
 __device__ inline u64 dated(u64 epoch, u32 word) { return (epoch + 1) << 32 | word; }
 
-// The word of that epoch, or of a later one, which may be on its way; 0, and false in `came`, when it does not come.
+// The word, which may be on its way; 0, and false in `came`, when it does not come.
 __device__ inline u32 await_dated(const u64* address, u64 epoch, int peer, const Waiting& waiting, bool& came) {
     u64 value = 0;
     const auto there = [&] {
         value = load_word(address);
-        return (int)((u32)(value >> 32) - (u32)(epoch + 1)) >= 0;
+        return (u32)(value >> 32) == (u32)(epoch + 1);
     };
     if (wait_until(address, there, epoch + 1, peer, waiting)) return (u32)value;
     came = false;

@@ -23,7 +23,7 @@ struct TokenArgs {
     i64 alignment;     // of an expert's block of rows
     i64 row_vecs;
     i64 scale_words;
-    i64 pieces;         // that dispatch cuts a row into, one warp and one flag each
+    i64 pieces;         // that dispatch cuts a row into, one warp and at most one flag each
     i64 return_pieces;  // that combine cuts a row into
     i64 push_warps;    // of each block, the first ones
     i64 take_warps;    // of each block, the last ones
@@ -148,9 +148,9 @@ __device__ inline float weight_of_lane(const TokenArgs& a, i64 token) {
     return weight;
 }
 
-// Where one of this rank's rows goes at another: its place among those for a local expert there, in one word.
-constexpr u32 kNotThere = 0xffffffffu;
+constexpr u32 kNotThere = 0xffffffffu;  // in place of the next, where a choice is another rank's
 
+// Where a row goes at another rank, in one word: the local expert, and the place among this rank's rows for it.
 __device__ inline u32 place_word(const TokenArgs& a, int local, int within) { return (u32)(local * a.slots + within); }
 
 // Row number in the half of the return stage that belongs to expert rank `from`.
@@ -169,8 +169,7 @@ __device__ inline Piece piece_of(i64 vecs, int pieces, int piece) {
 }
 
 // Copies a piece of a row to several rows, read once. `decide()` says which, when the first loads are under way;
-// `target(i)`: start of the i-th of them. The same on all lanes. `from`: Lying or Coming, `to`: Kept or Sent; the
-// first ones are meant without them.
+// `target(i)`: start of the i-th of them. The same on all lanes. `from`: Lying or Coming, `to`: Kept or Sent.
 template <typename Source, typename From, typename To, typename Decide, typename Target>
 __device__ inline void copy_piece(Source* source, Piece piece, From& from, To& to, const Decide& decide,
                                   const Target& target) {
@@ -194,6 +193,7 @@ __device__ inline void copy_piece(Source* source, Piece piece, From& from, To& t
     }
 }
 
+// The same by ordinary loads and stores.
 template <typename Decide, typename Target>
 __device__ inline void copy_piece(const Vec* source, Piece piece, const Decide& decide, const Target& target) {
     Lying from;
