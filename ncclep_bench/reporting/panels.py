@@ -132,7 +132,10 @@ def _saturation(rows: pd.DataFrame, x: str | None, rate: str) -> Iterator[tuple[
     """Per line that runs over sizes its name, and where a rate of it saturates, or how far it does not."""
     if x not in ("batch_size", "tokens"):
         return
-    for name, line in rows[rows[rate].notna()].groupby("series", sort=False):
+    known = rows[rate].notna()
+    if not known.any():
+        return
+    for name, line in rows.loc[known, ["series", x, _mark(rate)]].groupby("series", sort=False):
         if line[x].nunique() > 1:
             reached = line.loc[line[_mark(rate)], x]
             where = "at" if len(reached) else "not up to"
