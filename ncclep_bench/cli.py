@@ -37,9 +37,10 @@ def _own_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
             _complain_once(str(error))
             sys.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
-            folder = "".join(map(str, interrupt.args))
-            kept = f"; what was measured is in {folder}\n  go on with ncclep-bench sweep --resume {shlex.quote(folder)}"
-            _complain(f"interrupted{kept if folder else ''}")
+            kept = "what was measured is kept"
+            for folder in interrupt.args:
+                kept += f" in {folder}\n  go on with ncclep-bench sweep --resume {shlex.quote(folder)}"
+            _complain(f"interrupted; {kept}")
             _leave(130)
         except (click.exceptions.Exit, click.ClickException, click.Abort, BrokenPipeError):
             raise
