@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import itertools
 import os
 import shutil
 import struct
 import subprocess
-import tempfile
-import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,22 +31,33 @@ Array = npt.NDArray[Any]
 COMPILER = shutil.which("g++")
 
 
-def build(source: Path, include: Path, flags: Sequence[str] = ()) -> Path:
-    """The shared library of one kernel file, built again only when it, a header or a flag has changed."""
-    content = hashlib.sha256(" ".join(flags).encode())
-    for path in [source, *sorted(include.rglob("*.*h"))]:
-        content.update(path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"ncclep-kernels-{os.getuid()}"
+def build(kernels: Path, include: Path, flags: Sequence[str] = ()) -> dict[str, Path]:
+    """The shared library of every kernel file, by stem; built again only where it, a header or a flag has changed."""
+    # Not where TMPDIR says, which is another for each of some tests.
+    folder = Path(f"/tmp/ncclep-kernels-{os.getuid()}")
     folder.mkdir(exist_ok=True)
-    library = folder / f"{source.stem}-{content.hexdigest()[:16]}.so"
-    if not library.exists():
-        # Ranks build at the same time; each publishes a whole file.
-        own = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas", *flags]
-        env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        subprocess.run([*command, f"-I{include}", "-x", "c++", str(source), "-o", str(own)], check=True, env=env)
-        own.rename(library)
-    return library
+    shared = hashlib.sha256(" ".join(flags).encode())
+    for header in sorted(include.rglob("*.*h")):
+        shared.update(header.read_bytes())
+    libraries = {}
+    for source in sorted(kernels.glob("*.cu")):
+        content = shared.copy()
+        content.update(source.read_bytes())
+        libraries[source] = folder / f"{source.stem}-{content.hexdigest()[:16]}.so"
+    # Ranks come at the same time; one builds for all.
+    with open(folder / "lock", "w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [source for source, library in libraries.items() if not library.exists()]
+        list(pool.map(lambda source: _compile(source, libraries[source], include, flags), missing))
+    return {source.stem: library for source, library in libraries.items()}
+
+
+def _compile(source: Path, library: Path, include: Path, flags: Sequence[str]) -> None:
+    unfinished = library.with_suffix(".unfinished")
+    command = [str(COMPILER), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas", *flags]
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([*command, f"-I{include}", "-x", "c++", str(source), "-o", str(unfinished)], check=True, env=env)
+    unfinished.rename(library)
 
 
 @dataclass
@@ -64,6 +76,7 @@ class CpuDevice:
     def __init__(self, root: Path = ROOT, flags: Sequence[str] = ()) -> None:
         """`root`: where the sources are taken from instead of the package; `flags`: more of them for the compiler."""
         self._root, self._flags = root, flags
+        self._libraries: dict[tuple[str, ...], dict[str, Path]] = {}
         self._memory: dict[int, _Memory] = {}
         self._identities = itertools.count(1)
         self.mapped: dict[int, bytes] = {}
@@ -141,9 +154,11 @@ class CpuDevice:
         ctypes.memmove(target, source, nbytes)
 
     def function(self, source: Path, include: Path, name: str, defines: Sequence[str]) -> Any:
-        flags = [*self._flags, *(f"-D{define}" for define in defines)]
-        library = build(self._root / source.relative_to(ROOT), self._root / include.relative_to(ROOT), flags)
-        launch = getattr(ctypes.CDLL(str(library)), f"{name}_launch")
+        flags = (*self._flags, *(f"-D{define}" for define in defines))
+        if flags not in self._libraries:
+            kernels, headers = (self._root / path.relative_to(ROOT) for path in (source.parent, include))
+            self._libraries[flags] = build(kernels, headers, flags)
+        launch = getattr(ctypes.CDLL(str(self._libraries[flags][source.stem])), f"{name}_launch")
         launch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p]
         return launch
 
@@ -161,6 +176,12 @@ class CpuDevice:
         early: bool,
     ) -> None:
         function(blocks, threads, shared_bytes, arguments.ctypes.data)
+
+    @contextlib.contextmanager
+    def within(self, stream: int) -> Iterator[None]:
+        if not stream:
+            raise UsageError(f"stream {stream:#x} is a default one")
+        yield
 
     def synchronize(self) -> None:
         """Nothing is ever under way."""
