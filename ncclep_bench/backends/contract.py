@@ -28,6 +28,18 @@ class Stats:
         self.counters[name] = self.counters.get(name, 0) + amount
 
 
+def sum_of(*parts: Stats) -> Stats:
+    """All of them together, in an object of its own."""
+    total = Stats()
+    for part in parts:
+        total.wire_bytes += part.wire_bytes
+        total.control_bytes += part.control_bytes
+        total.messages += part.messages
+        for name, amount in part.counters.items():
+            total.count(name, amount)
+    return total
+
+
 def window_waiver(case: Case, backend: str) -> str | None:
     """Why a backend that calls no library of others cannot take the case's window, or None."""
     if case.window in (None, "off"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,19 @@ def view_of(value: object, what: str) -> Array:
         ) from None
 
 
-def checked(value: object, what: str, dtype: npt.DTypeLike, *, writable: bool = False) -> Array:
-    """`view_of(value)`, contiguous, of `dtype` and, if asked, writable; raises UsageError saying what is allowed."""
-    array, wanted = view_of(value, what), np.dtype(dtype)
+def checked(
+    value: object,
+    what: str,
+    dtype: npt.DTypeLike,
+    *,
+    writable: bool = False,
+    view: Callable[[object, str], Array] = view_of,
+) -> Array:
+    """`view(value)`, contiguous, of `dtype` and, if asked, writable; raises UsageError saying what is allowed."""
+    array, wanted = view(value, what), np.dtype(dtype)
+    if array.dtype.kind == wanted.kind == "V" and array.dtype.itemsize == wanted.itemsize:
+        # Interfaces without a name for bfloat16 and float8 say bytes.
+        array = array.view(wanted)
     if array.dtype != wanted:
         raise UsageError(f"{what} is {array.dtype}{list(array.shape)}", hint=f"allowed: dtype {wanted}")
     if not array.flags.c_contiguous:
@@ -83,5 +94,5 @@ def _view_of_tensor(torch: Any, tensor: Any, what: str) -> Array:
 def _device_memory(what: str) -> UsageError:
     return UsageError(
         f"{what} is device memory, which the host backend cannot reach",
-        hint="copy it to the CPU; device memory needs a GPU backend",
+        hint='copy it to the CPU, or set backend="cuda" in the EpConfig',
     )

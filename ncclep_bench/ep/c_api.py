@@ -13,8 +13,9 @@ what the contract forbids: `ncclGetLastError` has the text. Codes are those of n
 An `NCCL_INVALID_DATATYPE` does not exist in nccl.h: a wrong dtype is ncclInvalidUsage where it differs from the
 parameters', ncclInvalidArgument where it is none that the operation offers.
 
-Ownership: the caller's buffers stay the caller's, are read and written during the call alone (the host backend is done
-when a call returns), and a communicator lives until ncclEpCommDestroy, or until its last reference is dropped.
+Ownership: the caller's buffers stay the caller's, are read and written during the call alone (the backend host is done
+when a call returns, cuda when the stream has come past it), and a communicator lives until ncclEpCommDestroy, or until
+its last reference is dropped.
 """
 
 # Names are those of nccl.h and of its expert-parallel extension.
@@ -26,7 +27,6 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from ncclep_bench.ep.agreement import CallMismatchError
-from ncclep_bench.ep.buffers import view_of
 from ncclep_bench.ep.communicator import EpCommunicator
 from ncclep_bench.ep.routes import Route
 from ncclep_bench.errors import BenchError, CannotRunError, ConfigMismatchError, InputError, RankError, UsageError
@@ -128,7 +128,7 @@ def ncclEpAllGatherExperts(
     `sendbuff` [local experts * count], `recvbuff` [num_experts * count], flat by expert * count or with one row per
     expert; `count`: elements of one expert. In place: sendbuff is recvbuff, or its part with this rank's experts.
     `needed`: bool [num_experts], NULL for all; other parts of recvbuff are left alone.
-    `stream`: NULL on the host backend.
+    `stream`: NULL on the backend host, on cuda a stream that is no default one.
     """
 
     def run() -> None:
@@ -136,8 +136,8 @@ def ncclEpAllGatherExperts(
         _check_buffers(sendbuff, recvbuff)
         _check_numbers(count, datatype, alive)
         experts = alive.config.num_experts
-        _check_size("sendbuff", sendbuff, count, len(alive.local_experts), experts)
-        _check_size("recvbuff", recvbuff, count, experts)
+        _check_size(alive, "sendbuff", sendbuff, count, len(alive.local_experts), experts)
+        _check_size(alive, "recvbuff", recvbuff, count, experts)
         alive.all_gather_experts(sendbuff, needed, recvbuff, stream=stream)
 
     return _result_of(run)
@@ -158,7 +158,7 @@ def ncclEpReduceScatterExpertGrads(
     `sendbuff` [num_experts * count], flat by expert * count or with one row per expert; `recvbuff`
     [local experts * count]; `count`: elements of one expert; `datatype`: the parameters'; `op`: ncclSum. In place:
     recvbuff is sendbuff, or its part with this rank's experts. `has_gradient`: bool [num_experts], NULL for all; other
-    parts of sendbuff are not read. Every replica of an expert gets the same sum. `stream`: NULL on the host backend.
+    parts of sendbuff are not read. Every replica of an expert gets the same sum. `stream`: as above.
     """
 
     def run() -> None:
@@ -170,21 +170,21 @@ def ncclEpReduceScatterExpertGrads(
             raise _InvalidArgumentError(f"op {ncclRedOp_t(op).name} is not offered", hint="allowed: ncclSum")
         _check_numbers(count, datatype, alive)
         experts = alive.config.num_experts
-        _check_size("sendbuff", sendbuff, count, experts)
-        _check_size("recvbuff", recvbuff, count, len(alive.local_experts), experts)
+        _check_size(alive, "sendbuff", sendbuff, count, experts)
+        _check_size(alive, "recvbuff", recvbuff, count, len(alive.local_experts), experts)
         alive.reduce_scatter_expert_grads(sendbuff, has_gradient, recvbuff, stream=stream)
 
     return _result_of(run)
 
 
 def ncclEpWarmupAllGatherExperts(
-    comm: EpCommunicator | None, sendbuff: object = None, recvbuff: object = None
+    comm: EpCommunicator | None, sendbuff: object = None, recvbuff: object = None, stream: object = None
 ) -> ncclResult_t:
     """Do what the first ncclEpAllGatherExperts with these buffers would pay for; collective.
 
     One expert of each rank travels into recvbuff. NULL: scratch memory of `expert_elements` per expert.
     """
-    return _result_of(lambda: _check_communicator(comm).warmup_all_gather_experts(sendbuff, recvbuff))
+    return _result_of(lambda: _check_communicator(comm).warmup_all_gather_experts(sendbuff, recvbuff, stream=stream))
 
 
 def ncclEpCommDestroy(comm: EpCommunicator | None) -> ncclResult_t:
@@ -264,8 +264,8 @@ def _check_numbers(count: object, datatype: int, comm: EpCommunicator) -> None:
         )
 
 
-def _check_size(name: str, buffer: object, count: int, *experts: int) -> None:
-    elements = view_of(buffer, name).size
+def _check_size(comm: EpCommunicator, name: str, buffer: object, count: int, *experts: int) -> None:
+    elements = comm.size_of(buffer, name)
     if elements not in [count * rows for rows in experts]:
         raise UsageError(
             f"{name} has {elements} elements",

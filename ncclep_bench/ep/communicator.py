@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from ncclep_bench.backends.contract import Stats
-from ncclep_bench.backends.host.experts import ExpertHandle
-from ncclep_bench.backends.host.registration import Segments
+from ncclep_bench.backends.contract import Stats, sum_of
 from ncclep_bench.backends.host.session import HostSession
-from ncclep_bench.backends.host.tokens import TokenHandle, check_routing
 from ncclep_bench.ep.agreement import CallMismatchError, PatientGroup, agreed_config, difference, join, odd_ranks
-from ncclep_bench.ep.buffers import Array, checked, checked_rows, view_of
-from ncclep_bench.ep.handle import EpHandle
+from ncclep_bench.ep.buffers import Array, checked, checked_rows
+from ncclep_bench.ep.engine import ENGINES, ExpertCalls
+from ncclep_bench.ep.handle import EpHandle, routing_of
 from ncclep_bench.ep.held import Held
 from ncclep_bench.ep.routes import direct_topology, named_links
 from ncclep_bench.errors import UsageError
@@ -40,11 +37,18 @@ class EpCommunicator:
     or the same with other sizes, all raise CallMismatchError.
 
     `destroy`, the end of a `with` block, or dropping the last reference give back all memory, descriptors and requests;
-    none waits for another rank. (The MPI standard calls freeing a communicator collective; MPICH and Open MPI free each
-    rank's part at once.)
+    none waits for another rank, though on GPUs for what has been enqueued, `deadline_s` at most. (To the MPI standard
+    freeing a communicator is collective; MPICH and Open MPI free each rank's part at once.)
 
-    Buffers are numpy arrays, CPU tensors, and objects with DLPack or the buffer protocol; contiguous, of the configured
-    dtype. Memory from `empty` is read and written by peers where it lies; any other is copied at each call.
+    On the backend `host` buffers are numpy arrays, CPU tensors, and objects with DLPack or the buffer protocol;
+    contiguous, of the configured dtype. Memory from `empty` is read and written by peers where it lies; any other is
+    copied at each call.
+
+    On the backend `cuda` buffers are arrays with __cuda_array_interface__ and CUDA tensors on this rank's GPU, which is
+    the one of its number on the host. Every call takes a `stream` that is no default one: what it enqueues comes after
+    what the stream holds, and before what the stream gets afterwards; the call itself need not wait for the GPU. What
+    the GPU reports, such as a peer that does not come, is raised at a later call, or by `synchronize`. Results are
+    DeviceArrays; making a new one waits for the GPU, `out` saves that.
     """
 
     def __init__(self, group: object, ep_config: EpConfig) -> None:
@@ -76,8 +80,8 @@ class EpCommunicator:
         held.session.deadline_s = config.deadline_s
         if isinstance(joined, PatientGroup):
             joined.deadline_s = config.deadline_s
-        self.topology = direct_topology(config.topology, self.rank, self.size, held.session.local)
-        held.segments = Segments(held.session.stats, config.ep_mr_cache_size)
+        held.engine = ENGINES[config.backend](held.session, config, self.placement)
+        self.topology = direct_topology(config.topology, self.rank, self.size, tuple(held.engine.local))
         if config.expert_elements is not None:
             self._expert_handle(config.expert_elements)
 
@@ -96,56 +100,41 @@ class EpCommunicator:
     @property
     def stats(self) -> Stats:
         """A copy of what this rank has counted so far: bytes moved, hits and misses of the registration cache."""
-        stats = self._held.open_session("stats").stats
-        return replace(stats, counters=dict(stats.counters))
+        return sum_of(self._held.open_session("stats").stats, self._held.open_engine("stats").stats())
 
-    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike | None = None) -> Array:
+    def size_of(self, buffer: object, what: str) -> int:
+        """Elements of a buffer; raises UsageError, calling it `what`, for memory that calls do not take."""
+        return self._held.open_engine("size_of").view(buffer, what).size
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike | None = None) -> Any:
         """Zeroed memory that peers reach without a copy; local; in the configured dtype unless told otherwise.
 
-        It is the communicator's until `destroy`; an array that somebody still holds then stays readable and writable.
-        Raises NotEnoughSharedMemoryError with the sum.
+        It is the communicator's until `destroy`; a numpy array that somebody still holds then stays readable and
+        writable, a DeviceArray must not be used any more. Raises NotEnoughSharedMemoryError with the sum, or on GPUs
+        BenchError.
         """
         whole = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._held.open_segments("empty").empty(whole, self._dtype.numpy if dtype is None else dtype)
+        return self._held.open_engine("empty").empty(whole, self._dtype.numpy if dtype is None else dtype)
 
     # ---- tokens ----
 
-    def create_handle(self, topk_idx: object, topk_weights: object) -> EpHandle:
+    def create_handle(self, topk_idx: object, topk_weights: object, *, stream: object = None) -> EpHandle:
         """Buffers and layout for one routing at a time: int [tokens, top_k] (−1 masked) and float32; collective.
 
-        Needs `hidden` in the EpConfig, and `max_tokens_per_rank` in mode `ll`.
+        Needs `hidden` in the EpConfig, and `max_tokens_per_rank` in mode `ll` and on the backend `cuda`.
         """
-        session, config, held = self._held.open_session("create_handle"), self.config, self._held
-        if config.hidden is None:
+        engine, held = self._held.open_engine("create_handle"), self._held
+        if self.config.hidden is None:
             raise UsageError("create_handle needs hidden in the EpConfig")
-        if config.mode == "ll" and config.max_tokens_per_rank is None:
-            raise UsageError("create_handle in mode ll needs max_tokens_per_rank in the EpConfig")
         # Checked before the buffers are made, which is collective: a rank whose routing is refused can try again.
-        indices = view_of(topk_idx, self._name("create_handle", "topk_idx"))
-        weights = checked(topk_weights, self._name("create_handle", "topk_weights"), np.float32)
-        check_routing(
-            self.rank,
-            indices,
-            weights,
-            top_k=config.top_k,
-            num_experts=config.num_experts,
-            slots=config.max_tokens_per_rank if config.mode == "ll" else None,
-        )
-        tokens = TokenHandle(
-            session,
-            placement=self.placement,
-            top_k=config.top_k,
-            hidden=config.hidden,
-            dtype=self._dtype,
-            mode=config.mode,
-            layout=config.row_layout,
-            max_tokens=config.max_tokens_per_rank or 0,
-            alignment=config.alignment,
-        )
+        engine.check_routing(*routing_of(engine, f"rank {self.rank}: create_handle", topk_idx, topk_weights))
+        with engine.during(stream, "create_handle"):
+            pass
+        tokens = engine.tokens()
         held.tokens.add(tokens)
         handle = EpHandle(self, held, tokens, self._dtype)
         weakref.finalize(handle, held.close_tokens, tokens)
-        handle.update(indices, weights)
+        handle.update(topk_idx, topk_weights, stream=stream)
         return handle
 
     # ---- experts ----
@@ -160,7 +149,7 @@ class EpCommunicator:
         their rows (then on all ranks), or exactly that part of `out`. Returns `out`, or a new array.
         """
         call, experts, held = _EXPERT_CALLS[0], self.config.num_experts, len(self.local_experts)
-        self._check_stream(call, stream)
+        engine = self._held.open_engine(call)
         active = self._active(call, "needed", needed)
         source = self._buffer(call, "params", params)
         target = None if out is None else self._buffer(call, "out", out, writable=True)
@@ -169,12 +158,14 @@ class EpCommunicator:
         elements = self._elements(call, "params", source, rows)
         source = checked_rows(source, self._name(call, "params"), rows, elements)
         if target is None:
-            target = np.zeros((experts, elements), self._dtype.numpy)
+            out = engine.zeros((experts, elements), self._dtype.numpy)
+            target = self._buffer(call, "out", out)
         target = checked_rows(target, self._name(call, "out"), experts, elements)
         if not in_place:
             self._check_apart(call, source, "params", target, "out")
-        self._agree(call, elements, active, in_place).all_gather(source, target, in_place=in_place)
-        return target if out is None else out
+        with engine.during(stream, call):
+            self._agree(call, elements, active, in_place).all_gather(source, target, in_place=in_place)
+        return out
 
     def reduce_scatter_expert_grads(
         self, grads: object, has_gradient: object = None, out: object = None, *, stream: object = None
@@ -187,7 +178,7 @@ class EpCommunicator:
         that part of it. Sums are in float32, rounded once. Returns `out`, or a new array.
         """
         call, experts, held = _EXPERT_CALLS[1], self.config.num_experts, len(self.local_experts)
-        self._check_stream(call, stream)
+        engine = self._held.open_engine(call)
         if self._dtype.scaled:
             raise UsageError(f"{call} adds float32, float16 or bfloat16, not {self._dtype.name}")
         active = self._active(call, "has_gradient", has_gradient)
@@ -195,19 +186,19 @@ class EpCommunicator:
         elements = self._elements(call, "grads", source, experts)
         source = checked_rows(source, self._name(call, "grads"), experts, elements)
         if out is None:
-            target = np.zeros((held, elements), self._dtype.numpy)
-        else:
-            target = self._buffer(call, "out", out, writable=True)
+            out = engine.zeros((held, elements), self._dtype.numpy)
+        target = self._buffer(call, "out", out, writable=True)
         in_place = _same_memory(source, target)
         if not in_place:
             target = checked_rows(target, self._name(call, "out"), held, elements)
             in_place = self._check_apart(call, target, "out", source, "grads")
         if in_place and not source.flags.writeable:
             raise UsageError(f"{self._name(call, 'grads')} is read-only", hint="allowed in place: writable memory")
-        self._agree(call, elements, active, False).reduce_scatter(source, None if in_place else target)
-        return target if out is None else out
+        with engine.during(stream, call):
+            self._agree(call, elements, active, False).reduce_scatter(source, None if in_place else target)
+        return out
 
-    def warmup_all_gather_experts(self, params: object = None, out: object = None) -> None:
+    def warmup_all_gather_experts(self, params: object = None, out: object = None, *, stream: object = None) -> None:
         """Do now what a first all_gather_experts would otherwise pay for; collective.
 
         One expert of each rank travels: from `params` to `out` as in that call, whose memory is thereby registered and
@@ -216,10 +207,15 @@ class EpCommunicator:
         if params is None:
             if self.config.expert_elements is None:
                 raise UsageError("warmup_all_gather_experts needs params, or expert_elements in the EpConfig")
-            params = np.zeros((len(self.local_experts), self.config.expert_elements), self._dtype.numpy)
+            shape = (len(self.local_experts), self.config.expert_elements)
+            params = self._held.open_engine("warmup_all_gather_experts").zeros(shape, self._dtype.numpy)
         needed = np.zeros(self.config.num_experts, bool)
         needed[[experts[0] for experts in self.placement.experts_of_rank if experts]] = True
-        self.all_gather_experts(params, needed, out)
+        self.all_gather_experts(params, needed, out, stream=stream)
+
+    def synchronize(self) -> None:
+        """Return when all that has been called is done on this rank; raises what the GPU has reported."""
+        self._held.open_engine("synchronize").synchronize()
 
     # ---- the end ----
 
@@ -237,19 +233,12 @@ class EpCommunicator:
 
     # ---- checks ----
 
-    def _check_stream(self, call: str, stream: object) -> None:
-        self._held.open_session(call)
-        if stream is not None:
-            raise UsageError(
-                f"rank {self.rank}: {call}: stream is a {type(stream).__name__}",
-                hint="allowed on the host backend: None, its calls are complete when they return",
-            )
-
     def _name(self, call: str, buffer: str) -> str:
         return f"rank {self.rank}: {call}: {buffer}"
 
     def _buffer(self, call: str, name: str, value: object, *, writable: bool = False) -> Array:
-        return checked(value, self._name(call, name), self._dtype.numpy, writable=writable)
+        view = self._held.open_engine(call).view
+        return checked(value, self._name(call, name), self._dtype.numpy, writable=writable, view=view)
 
     def _elements(self, call: str, name: str, array: Array, rows: int) -> int:
         """Elements of one expert: configured, or what the buffer holds per row."""
@@ -284,7 +273,7 @@ class EpCommunicator:
             )
         return True
 
-    def _agree(self, call: str, elements: int, active: Array, in_place: bool) -> ExpertHandle:
+    def _agree(self, call: str, elements: int, active: Array, in_place: bool) -> ExpertCalls:
         """Exchange what this rank does; raises CallMismatchError on all ranks when they do different things."""
         header = np.array([_EXPERT_CALLS.index(call), elements, in_place], dtype=np.int64)
         record = np.concatenate([header.view(np.uint8), np.packbits(active)])
@@ -300,16 +289,10 @@ class EpCommunicator:
         handle.activate(bits.astype(bool))
         return handle
 
-    def _expert_handle(self, elements: int) -> ExpertHandle:
+    def _expert_handle(self, elements: int) -> ExpertCalls:
         experts = self._held.experts
         if elements not in experts:
-            experts[elements] = ExpertHandle(
-                self._held.open_session("init"),
-                self._held.open_segments("init"),
-                placement=self.placement,
-                elements=elements,
-                dtype=self._dtype,
-            )
+            experts[elements] = self._held.open_engine("init").experts(elements)
         return experts[elements]
 
 

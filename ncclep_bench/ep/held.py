@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from ncclep_bench.backends.host.experts import ExpertHandle
-from ncclep_bench.backends.host.registration import Segments
 from ncclep_bench.backends.host.session import HostSession
-from ncclep_bench.backends.host.tokens import TokenHandle
 from ncclep_bench.ep.agreement import PatientGroup
+from ncclep_bench.ep.engine import Engine, ExpertCalls, TokenCalls
 from ncclep_bench.errors import UsageError
 from ncclep_bench.runtime.world import MpiGroup
 
@@ -19,9 +17,9 @@ class Held:
     def __init__(self) -> None:
         self.group: MpiGroup | PatientGroup | None = None
         self.session: HostSession | None = None
-        self.segments: Segments | None = None
-        self.experts: dict[int, ExpertHandle] = {}
-        self.tokens: set[TokenHandle] = set()
+        self.engine: Engine | None = None
+        self.experts: dict[int, ExpertCalls] = {}
+        self.tokens: set[TokenCalls] = set()
 
     def open_session(self, call: str) -> HostSession:
         """The session; raises UsageError naming `call` after the end."""
@@ -29,13 +27,13 @@ class Held:
             raise UsageError(f"{call}: the communicator has been destroyed")
         return self.session
 
-    def open_segments(self, call: str) -> Segments:
-        """This rank's segments; raises UsageError naming `call` after the end."""
-        if self.segments is None:
+    def open_engine(self, call: str) -> Engine:
+        """What carries calls out; raises UsageError naming `call` after the end."""
+        if self.engine is None:
             raise UsageError(f"{call}: the communicator has been destroyed")
-        return self.segments
+        return self.engine
 
-    def close_tokens(self, tokens: TokenHandle) -> None:
+    def close_tokens(self, tokens: TokenCalls) -> None:
         """Free one handle, unless it has been freed already."""
         if tokens in self.tokens:
             self.tokens.remove(tokens)
@@ -49,11 +47,11 @@ class Held:
             if self.session is not None:
                 stack.callback(self.session.close)
                 stack.callback(self.session.abort, "it has destroyed the communicator")
-            if self.segments is not None:
-                stack.callback(self.segments.close)
+            if self.engine is not None:
+                stack.callback(self.engine.close)
             for experts in self.experts.values():
                 stack.callback(experts.close)
             for tokens in self.tokens:
                 stack.callback(tokens.close)
-        self.group = self.session = self.segments = None
+        self.group = self.session = self.engine = None
         self.experts, self.tokens = {}, set()

@@ -17,6 +17,7 @@ LAYOUTS: dict[Mode, tuple[Layout, ...]] = {"ht": ("flat", "expert_major"), "ll":
 """Layouts of received rows that each mode has, its default first."""
 
 Transport = Literal["auto", "shared", "messages"]
+EpBackend = Literal["host", "cuda"]
 
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
@@ -29,12 +30,14 @@ class EpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `experts_per_rank` or `placement` (a list of expert ids per rank, or a spec of `placement_of`) say who holds what;
     without either, equal blocks. `expert_elements`: elements of one expert's parameters. `hidden`: elements of a token.
-    `max_tokens_per_rank`: most tokens a rank dispatches in mode `ll`. `ep_mr_cache_size`: registrations kept per rank.
+    `max_tokens_per_rank`: most tokens a rank dispatches, in mode `ll` and on the backend `cuda`. `backend`: where
+    buffers lie, in the memory of processes or of GPUs. `ep_mr_cache_size`: registrations kept per rank.
     `init_deadline_s`, `deadline_s`: seconds a rank waits for the others at construction and in a call.
     Raises InputError from `check` for fields that contradict each other.
     """
 
     num_experts: ExpertCount
+    backend: EpBackend = "host"
     experts_per_rank: Positive | None = None
     placement: str | tuple[tuple[Count, ...], ...] | None = None
     top_k: TopK = 1

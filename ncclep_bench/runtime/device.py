@@ -7,7 +7,8 @@ import ctypes
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,6 +30,8 @@ _DYNAMIC_SHARED_BYTES = 8
 _LAZY_PEER_ACCESS = 1
 _PROBE_BYTES = 256
 _NOT_READY = 600
+_DEFAULT_STREAMS = (0, 1, 2)
+"""None at all, the legacy one, and the one of each thread."""
 _SPIN_S = 1e-3
 _TO_DEVICE, _FROM_DEVICE, _BY_ADDRESS = 1, 2, 4
 _BUFFER_ID, _DEVICE_ORDINAL = 7, 9
@@ -110,6 +113,12 @@ class Device(Protocol):
         """Enqueue a kernel whose one parameter is the struct in `arguments`.
 
         `early`: its blocks may come while the kernel before still runs, to wait there for its end.
+        """
+
+    def within(self, stream: int) -> AbstractContextManager[None]:
+        """What is enqueued inside comes after what a stream of the user's holds, and before what it gets afterwards.
+
+        Raises UsageError for a default stream, one of another device, and one that is being captured.
         """
 
     def synchronize(self) -> None:
@@ -342,6 +351,43 @@ class CudaDevice:
         self._cupy.cuda.driver.launchKernel(
             function, blocks, 1, 1, threads, 1, 1, shared_bytes, self.stream.ptr, parameters.ctypes.data, 0
         )
+
+    @contextlib.contextmanager
+    def within(self, stream: int) -> Iterator[None]:
+        self._check_stream(stream)
+        before = self._runtime.getDevice()
+        self._device.use()
+        try:
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._runtime.eventRecord(event.ptr, stream)
+            self._runtime.streamWaitEvent(self.stream.ptr, event.ptr)
+            try:
+                yield
+            finally:
+                event.record(self.stream)
+                self._runtime.streamWaitEvent(stream, event.ptr)
+        finally:
+            self._runtime.setDevice(before)
+
+    def _check_stream(self, stream: int) -> None:
+        where = f"rank {self.rank}, GPU {self.index}: stream {stream:#x}"
+        if stream in _DEFAULT_STREAMS:
+            raise UsageError(
+                f"{where} is a default one", hint="allowed: a stream made for this, which waits for no other"
+            )
+        driver = _driver()
+        context, ordinal = ctypes.c_void_p(), ctypes.c_int(-1)
+        failed = (
+            driver.cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(context))
+            or driver.cuCtxPushCurrent_v2(context)
+            or driver.cuCtxGetDevice(ctypes.byref(ordinal))
+            or driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        )
+        if failed or ordinal.value != self.index:
+            what = "is none" if failed else f"is one of GPU {ordinal.value}"
+            raise UsageError(f"{where} {what}", hint=f"allowed: a stream of GPU {self.index}, this rank's")
+        if self._runtime.streamIsCapturing(stream):
+            raise UsageError(f"{where} is being captured", hint="allowed: calls outside of a capture, since ranks meet")
 
     def synchronize(self) -> None:
         self.stream.synchronize()

@@ -203,7 +203,7 @@ def refusals() -> None:
             reduce(grads, np.arange(EXPERTS))
         with refused(UsageError, "stream is a int", "allowed on the host backend: None"):
             reduce(grads, stream=1)
-        with refused(UsageError, f"{here}grads is device memory", "needs a GPU backend"):
+        with refused(UsageError, f"{here}grads is device memory", 'backend="cuda"'):
             reduce(OnDevice())
         with refused(UsageError, f"{here}grads is a list"):
             reduce([1.0])

@@ -33,6 +33,16 @@ def test_every_kind_of_case_is_right_when_each_release_and_acquire_dawdles(mpi_r
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("program", ["experts", "layers", "scaled", "refusals", "many", "gone"])
+def test_the_calls_of_a_communicator_are_right_and_refusals_say_why(mpi_run: MpiRun, ranks: int, program: str) -> None:
+    ranks_program = HERE.parent / "native" / "communicator_ranks.py"
+    env = {"PYTHONPATH": str(HERE.parents[1])}
+    done = mpi_run(ranks, "-m", "mpi4py", ranks_program, "gpu", program, env=env, deadline_s=300)
+
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_registration_outlives_its_buffer(mpi_run: MpiRun, ranks: int) -> None:
     env = {"PYTHONPATH": str(HERE.parents[1])}

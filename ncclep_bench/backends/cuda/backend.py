@@ -21,7 +21,7 @@ from ncclep_bench.collectives.contract import Collective, Problem
 from ncclep_bench.collectives.verify import POISON, poison
 from ncclep_bench.model.case import Case
 from ncclep_bench.model.dtype import dtype_named
-from ncclep_bench.model.placement import placement_of
+from ncclep_bench.model.placement import Placement, placement_of
 from ncclep_bench.native.loader import USUAL_SHARED_BYTES
 from ncclep_bench.registry import COLLECTIVES
 from ncclep_bench.runtime.device import CudaDevice, Device, cuda_device, missing
@@ -342,21 +342,34 @@ def kernel_waiver(case: Case) -> str | None:
     definition: Collective = COLLECTIVES.get(case.collective)
     if (reason := definition.waiver(case)) is not None:
         return reason
-    if case.ranks > MOST_RANKS:
-        return f"{case.ranks} ranks: the kernels take {MOST_RANKS}"
     elements = case.hidden or case.expert_elements or 0
     row_bytes = elements * dtype_named(case.dtype).itemsize
+    if case.hidden is None:
+        return row_waiver(case.ranks, row_bytes)
+    return token_waiver(placement_of(case.placement, case.num_experts, case.ranks), row_bytes, case.top_k or 0)
+
+
+def row_waiver(ranks: int, row_bytes: int) -> str | None:
+    """Why the kernels cannot take rows of tokens or of experts on so many ranks, or None."""
+    if ranks > MOST_RANKS:
+        return f"{ranks} ranks: the kernels take {MOST_RANKS}"
     if row_bytes % VEC_BYTES:
         return f"rows of {row_bytes} bytes are not a multiple of {VEC_BYTES}, what a lane moves at once"
-    if case.hidden is None:
-        return None
-    if (case.top_k or 0) > 32:
-        return f"top_k {case.top_k}: the kernels take 32, one lane per choice"
-    held = int(placement_of(case.placement, case.num_experts, case.ranks).local_counts.max())
-    shared = layout_shared_bytes(case.ranks, held)
+    return None
+
+
+def token_waiver(placement: Placement, row_bytes: int, top_k: int) -> str | None:
+    """Why the kernels cannot take tokens with so many choices each, or None."""
+    if (reason := row_waiver(placement.ranks, row_bytes)) is not None:
+        return reason
+    if top_k > 32:
+        return f"top_k {top_k}: the kernels take 32, one lane per choice"
+    held = int(placement.local_counts.max())
+    shared = layout_shared_bytes(placement.ranks, held)
     if shared > USUAL_SHARED_BYTES:
         return (
-            f"{case.ranks} ranks x {held} experts take {shared} bytes of shared memory, {USUAL_SHARED_BYTES} are there"
+            f"{placement.ranks} ranks x {held} experts take {shared} bytes of shared memory, "
+            f"{USUAL_SHARED_BYTES} are there"
         )
     return None
 

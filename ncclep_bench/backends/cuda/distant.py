@@ -73,10 +73,10 @@ class DistantTokenHandle(TokenHandle):
             at = self._heap.address("counts") + ((epoch & 1) * ranks + source) * header.nbytes
             self.session.device.write(at, header)
 
-    def _dispatch(self, **others: int) -> Callable[[], None]:
+    def dispatching(self, **others: int) -> Callable[[], None]:
         sends, takes = self._phases()
-        push = super()._dispatch(**others, **(sends if self.staged else {}))
-        take = super()._dispatch(**others, **takes) if self.staged else None
+        push = super().dispatching(**others, **(sends if self.staged else {}))
+        take = super().dispatching(**others, **takes) if self.staged else None
         rank, slots = self.session.rank, self.slots
         prefix = "stage" if self.staged else "flat"
         fields = {f"{prefix}_rows": self.row_bytes, f"{prefix}_scales": 4 * self.scale_words}
@@ -109,10 +109,10 @@ class DistantTokenHandle(TokenHandle):
 
         return dispatch
 
-    def _combine(self, rows: int, *, weigh: bool, **others: int) -> Callable[[], None]:
+    def combining(self, rows: int, *, weigh: bool = False, **others: int) -> Callable[[], None]:
         sends, takes = self._phases()
-        push = super()._combine(rows, weigh=weigh, **others, **sends)
-        take = super()._combine(rows, weigh=weigh, **others, **takes)
+        push = super().combining(rows, weigh=weigh, **others, **sends)
+        take = super().combining(rows, weigh=weigh, **others, **takes)
 
         def combine() -> None:
             epoch = self._rounds["combine"]

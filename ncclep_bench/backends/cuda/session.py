@@ -130,6 +130,7 @@ class CudaSession:
         self.launcher = Launcher(device, defines, early=self.blocks == device.blocks)
         group.barrier()
         self._owned: list[int] = []
+        self._told: Array | None = None
         self.fault = self.allocate(8 * _FAULT_WORDS)
         parts = dict.fromkeys(("ready_flags", "done_flags"), 8 * self.size)
         self._heap = self.heap(parts, flags=dict.fromkeys(parts, 1))
@@ -253,6 +254,18 @@ class CudaSession:
             raise UsageError(
                 f"rank {self.rank}: topk_idx names expert {expert}", hint="allowed: the experts of the case, or -1"
             )
+
+    def tell(self) -> None:
+        """Enqueue that `check_told` hears what the device has reported up to here."""
+        if self._told is None:
+            self._told = self.device.host_array(8 * _FAULT_WORDS)
+            self._told[:] = 0
+        self.device.copy(self._told.ctypes.data, self.fault, self._told.nbytes)
+
+    def check_told(self) -> None:
+        """Raise what has been heard from the device; waits for it only then."""
+        if self._told is not None and self._told.any():
+            self.check()
 
     def close(self) -> None:
         """Free everything; waits for this rank's device alone."""

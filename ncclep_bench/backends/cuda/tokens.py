@@ -69,6 +69,14 @@ _LEAST_BULK_BYTES = 7 * LANES_BYTES
 """Pieces that must be smaller, as rows of many ranks are on their way to each warp, cost more than stores."""
 
 
+class Place(NamedTuple):
+    """An array in the device's memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
 _NOT_THERE = 0xFFFFFFFF
 """Where a choice goes that is another rank's: no place among an expert's rows."""
 
@@ -261,17 +269,20 @@ class TokenHandle:
 
     def route(self, topk_idx: Array, topk_weights: Array) -> None:
         """Write this rank's routing, [tokens, top_k] each, to the device and make the launches for that many tokens."""
-        self.tokens = len(topk_idx)
         device = self.session.device
         device.write(self.own["topk_idx"], np.ascontiguousarray(topk_idx, np.int32))
         device.write(self.own["topk_weights"], np.ascontiguousarray(topk_weights, np.float32))
-        self._arguments["tokens"] = self.tokens
+        self.make_launches(len(topk_idx))
+
+    def make_launches(self, tokens: int) -> None:
+        """For so many tokens, whose routing is on the device or will be."""
+        self.tokens = self._arguments["tokens"] = tokens
         self.update = self._layout()
-        self.dispatch = self._dispatch()
+        self.dispatch = self.dispatching()
         if not self.dtype.scaled:
-            self.combine = self._combine(self.own["returning"], weigh=False)
+            self.combine = self.combining(self.own["returning"])
             arrived = self.own["out_rows"] if self.staged else self._heap.address("flat_rows")
-            self.return_tokens = self._combine(arrived, weigh=not self.staged)
+            self.return_tokens = self.combining(arrived, weigh=not self.staged)
 
     def _layout(self, **others: int) -> Callable[[], None]:
         """The layout, with `others` for some of its arguments; so are the next two."""
@@ -283,23 +294,24 @@ class TokenHandle:
             shared_bytes=layout_shared_bytes(self.session.size, self.most_experts),
         )
 
-    def _dispatch(self, **others: int) -> Callable[[], None]:
+    def dispatching(self, **others: int) -> Callable[[], None]:
+        """A dispatch of this rank's `rows` and `scales`, unless these are given as addresses elsewhere."""
         ranks = self.session.size
         places = ranks * self.local_experts + self.local_experts + ranks
         shared_bytes = 12 + 4 * places if self.staged else 8 + 8 * ranks
         kernel = "dispatch_expert" if self.staged else "dispatch_flat"
         return self.session.launch(kernel, self._arguments | others, shared_bytes=shared_bytes)
 
-    def _combine(self, rows: int, *, weigh: bool, **others: int) -> Callable[[], None]:
+    def combining(self, rows: int, *, weigh: bool = False, **others: int) -> Callable[[], None]:
+        """A combine of the rows at an address, with bulk copies one in this rank's heap; `combined`: where sums go."""
         if self.bulk is not None:
-            return self._combine_bulk(self.bulk, rows, weigh=weigh)
+            return self._combine_bulk(self.bulk, rows, weigh=weigh, **others)
         arguments = {**self._arguments, **self._roles(COMBINE[self.mode]), "returning": rows, "weigh": int(weigh)}
         return self.session.launch(
             f"combine_{self.dtype.name}", arguments | others, shared_bytes=8 + 12 * self.session.size
         )
 
-    def _combine_bulk(self, bulk: Bulk, rows: int, *, weigh: bool) -> Launch:
-        """`rows`: in this rank's heap."""
+    def _combine_bulk(self, bulk: Bulk, rows: int, *, weigh: bool, **others: int) -> Launch:
         arguments = {
             **self._arguments,
             "push_share": bulk.push_share,
@@ -312,7 +324,7 @@ class TokenHandle:
         }
         longest = -(-(self.row_bytes // VEC_BYTES) // self.return_pieces) * VEC_BYTES
         shared_bytes = self._bulk_buffers(bulk) * (longest + VEC_BYTES) + 8 + 20 * self.session.size
-        return self.session.launch(f"combine_bulk_{self.dtype.name}", arguments, shared_bytes=shared_bytes)
+        return self.session.launch(f"combine_bulk_{self.dtype.name}", arguments | others, shared_bytes=shared_bytes)
 
     # ---- what is where ----
 
@@ -341,22 +353,32 @@ class TokenHandle:
             arrays["scales"] = np.zeros((rows, self.scale_words), np.float32)
         return arrays
 
+    def received(self) -> dict[str, Place]:
+        """What dispatch delivers, as Dispatch names it; asks the device in mode ht."""
+        rows, place, own = self.received_rows(), self._heap.address, self.own
+        if self.staged:
+            at = {"tokens": own["out_rows"], "scales": own["out_scales"], "topk_weights": own["out_weights"]}
+            weights: tuple[int, ...] = (rows,)
+        else:
+            at = {name: place(f"flat_{name.removeprefix('topk_')}") for name in ("scales", "topk_weights", "topk_idx")}
+            at["tokens"], weights = place("flat_rows"), (rows, self.top_k)
+        places = {
+            "tokens": Place(at["tokens"], (rows, self.hidden), self.dtype.numpy),
+            "topk_weights": Place(at["topk_weights"], weights, np.dtype(np.float32)),
+            "expert_counts": Place(own["expert_counts"], (self.local_experts,), np.dtype(np.int64)),
+            "source_counts": Place(own["source_counts"], (self.session.size,), np.dtype(np.int64)),
+        }
+        if self.scale_words:
+            places["scales"] = Place(at["scales"], (rows, self.scale_words), np.dtype(np.float32))
+        if not self.staged:
+            places["topk_idx"] = Place(at["topk_idx"], weights, np.dtype(np.int32))
+        return places
+
     def received_arrays(self) -> tuple[dict[str, Array], dict[str, int]]:
         """Host arrays like what dispatch delivers, and where that lies."""
-        rows, place = self.received_rows(), self._heap.address
-        arrays = self.token_arrays(rows)
-        if self.staged:
-            addresses = {"tokens": self.own["out_rows"], "scales": self.own["out_scales"]}
-            arrays["topk_weights"] = np.zeros(rows, np.float32)
-            addresses["topk_weights"] = self.own["out_weights"]
-        else:
-            addresses = {"tokens": place("flat_rows"), "scales": place("flat_scales")}
-            arrays["topk_weights"] = np.zeros((rows, self.top_k), np.float32)
-            arrays["topk_idx"] = np.zeros((rows, self.top_k), np.int32)
-            addresses |= {"topk_weights": place("flat_weights"), "topk_idx": place("flat_idx")}
-        for name, count in (("expert_counts", self.local_experts), ("source_counts", self.session.size)):
-            arrays[name], addresses[name] = np.zeros(count, np.int64), self.own[name]
-        return arrays, addresses
+        places = self.received()
+        arrays = {name: np.zeros(place.shape, place.dtype) for name, place in places.items()}
+        return arrays, {name: place.address for name, place in places.items()}
 
     # ---- counts ----
 

@@ -1,0 +1,307 @@
+"""Communicators over GPUs: calls are enqueued into the caller's stream, kernels read and write its buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from ncclep_bench.backends.contract import Stats, sum_of
+from ncclep_bench.backends.cuda.backend import row_waiver, token_waiver
+from ncclep_bench.backends.cuda.distant import DistantTokenHandle
+from ncclep_bench.backends.cuda.experts import RegisteredExpertHandle
+from ncclep_bench.backends.cuda.session import CudaSession
+from ncclep_bench.backends.cuda.tokens import VEC_BYTES, Place, TokenHandle
+from ncclep_bench.backends.host.session import HostSession
+from ncclep_bench.backends.host.tokens import check_routing
+from ncclep_bench.ep.buffers import Array, view_of
+from ncclep_bench.ep.device_buffers import DeviceArray, DeviceView, stream_address, view_of_device
+from ncclep_bench.errors import UsageError
+from ncclep_bench.model.dtype import DType, dtype_named
+from ncclep_bench.model.ep_config import EpConfig
+from ncclep_bench.model.placement import Placement
+from ncclep_bench.runtime.device import Device, cuda_device
+
+device_of: Callable[[int], Device] = cuda_device
+"""What runs a rank's kernels."""
+_MOST_LAUNCHES = 64
+"""Kept for buffers that come again."""
+
+
+class CudaEngine:
+    """A session on this rank's GPU, beside the one on the host through which calls are agreed on."""
+
+    def __init__(self, session: HostSession, config: EpConfig, placement: Placement) -> None:
+        self._config, self._placement, self._dtype = config, placement, dtype_named(config.dtype)
+        self._device = device_of(session.rank)
+        self._session = CudaSession(
+            session.group, self._device, deadline_s=config.deadline_s, transport=config.transport
+        )
+        self.local: Collection[int] = sorted(set(range(session.size)) - self._session.out_of_reach)
+        self._given: list[int] = []
+        self._open: set[CudaExpertCalls | CudaTokenCalls] = set()
+        self._moved = Stats()
+
+    # ---- buffers and streams ----
+
+    def view(self, value: object, what: str) -> Array:
+        """Raises UsageError for what is not memory of this rank's device to its end, or not aligned."""
+        array = view_of_device(value, what)
+        if not array.size:
+            return array
+        address = array.ctypes.data
+        allocation = self._device.allocation_of(address)
+        # Rows that do not lie one after the other are refused by whoever looks at strides.
+        if address + array.nbytes > allocation.base + allocation.nbytes:
+            raise UsageError(
+                f"{what} ends {address + array.nbytes - allocation.base - allocation.nbytes} bytes behind "
+                "its allocation",
+                hint="allowed: to the allocation's end",
+            )
+        if address % VEC_BYTES:
+            raise UsageError(f"{what} lies at {address:#x}", hint=f"allowed: multiples of {VEC_BYTES}")
+        return array
+
+    def routing_view(self, value: object, what: str) -> Array:
+        """A routing may lie on the host too, and then waits for the device."""
+        return view_of(value, what) if isinstance(value, np.ndarray) else self.view(value, what)
+
+    def check_routing(self, topk_idx: Array, topk_weights: Array) -> None:
+        rank, config = self._session.rank, self._config
+        values = topk_idx
+        if isinstance(topk_idx, DeviceView):
+            if topk_idx.dtype != np.int32 or not topk_idx.flags.c_contiguous:
+                raise UsageError(
+                    f"rank {rank}: topk_idx on the device is {topk_idx.dtype}{list(topk_idx.shape)}, "
+                    f"strides {topk_idx.strides}",
+                    hint="allowed: contiguous int32; or any integers in a numpy array",
+                )
+            # Only the kernels look at those on the device.
+            values = np.zeros(topk_idx.shape, np.int32)
+        check_routing(
+            rank,
+            values,
+            topk_weights,
+            top_k=config.top_k,
+            num_experts=config.num_experts,
+            slots=config.max_tokens_per_rank,
+        )
+
+    @contextlib.contextmanager
+    def during(self, stream: object, call: str) -> Iterator[None]:
+        address = stream_address(stream, f"rank {self._session.rank}: {call}")
+        self._session.check_told()
+        with self._device.within(address):
+            yield
+            self._session.tell()
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        address = self._allocate(shape, dtype)
+        array = DeviceArray(address, shape, dtype)
+        weakref.finalize(array, self._device.free, address)
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        self._given.append(address := self._allocate(shape, dtype))
+        return DeviceArray(address, shape, dtype)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: Any) -> int:
+        return self._device.allocate(max(int(np.prod(shape)) * np.dtype(dtype).itemsize, VEC_BYTES))
+
+    # ---- calls ----
+
+    def experts(self, elements: int) -> CudaExpertCalls:
+        block_bytes = elements * self._dtype.itemsize
+        self._refuse(row_waiver(self._session.size, block_bytes))
+        handle = RegisteredExpertHandle(
+            self._session,
+            placement=self._placement,
+            block_bytes=block_bytes,
+            capacity=self._config.ep_mr_cache_size,
+            whole=(),
+            part=(),
+        )
+        calls = CudaExpertCalls(handle, self._dtype, self._leave)
+        self._open.add(calls)
+        return calls
+
+    def tokens(self) -> CudaTokenCalls:
+        config = self._config
+        assert config.hidden is not None
+        if config.max_tokens_per_rank is None:
+            raise UsageError("create_handle on the cuda backend needs max_tokens_per_rank in the EpConfig")
+        self._refuse(token_waiver(self._placement, config.hidden * self._dtype.itemsize, config.top_k))
+        handle = (TokenHandle if self._session.staging is None else DistantTokenHandle)(
+            self._session,
+            placement=self._placement,
+            top_k=config.top_k,
+            hidden=config.hidden,
+            dtype=self._dtype,
+            mode=config.mode,
+            layout=config.row_layout,
+            max_tokens=config.max_tokens_per_rank,
+            alignment=config.alignment,
+        )
+        calls = CudaTokenCalls(handle, self.check_routing, self._leave)
+        self._open.add(calls)
+        return calls
+
+    def _refuse(self, reason: str | None) -> None:
+        if reason is not None:
+            raise UsageError(f"the cuda backend cannot run this: {reason}", hint="backend host can, on CPU memory")
+
+    def _leave(self, calls: CudaExpertCalls | CudaTokenCalls) -> None:
+        self._open.remove(calls)
+        self._moved = sum_of(self._moved, calls.stats())
+
+    def stats(self) -> Stats:
+        return sum_of(self._moved, *(calls.stats() for calls in self._open))
+
+    def synchronize(self) -> None:
+        self._session.check()
+
+    def close(self) -> None:
+        """Waits for this rank's device."""
+        self._session.close()
+        for address in self._given:
+            self._device.free(address)
+        self._given = []
+
+
+class CudaExpertCalls:
+    """Rows are registered where the caller has them, those that no peer can open copied into this rank's heap."""
+
+    def __init__(self, handle: RegisteredExpertHandle, dtype: DType, leave: Callable[[CudaExpertCalls], None]) -> None:
+        self._handle, self._dtype, self._leave = handle, dtype, leave
+        self._session = handle.session
+        self._held = handle.placement.experts_of_rank[self._session.rank]
+        self._sums = 0
+
+    def activate(self, active: Array) -> None:
+        self._active = active
+
+    def all_gather(self, params: Array, out: Array, *, in_place: bool = False) -> None:
+        whole = self._rows(out)
+        self._handle.place(whole, [whole[expert] for expert in self._held] if in_place else self._rows(params))
+        self._handle.gather(self._active)
+        self._handle.run()
+
+    def reduce_scatter(self, grads: Array, out: Array | None) -> None:
+        whole = self._rows(grads)
+        mine = [whole[expert] for expert in self._held]
+        # In place, the holder of a replica may still read what a sum would take the place of.
+        aside = out is None and any(len(owners) > 1 for owners in self._handle.placement.owners)
+        sums = self._aside() if aside else mine if out is None else self._rows(out)
+        self._handle.place(whole, sums)
+        self._handle.reduce(self._active, self._dtype.name)
+        self._handle.run()
+        for source, target in zip(sums if aside else (), mine, strict=False):
+            self._session.device.copy(target, source, self._handle.block_bytes)
+
+    def _aside(self) -> list[int]:
+        if not self._sums:
+            self._sums = self._session.allocate(len(self._held) * self._handle.block_bytes)
+        return [self._sums + local * self._handle.block_bytes for local in range(len(self._held))]
+
+    def _rows(self, array: Array) -> list[int]:
+        return [array.ctypes.data + row * self._handle.block_bytes for row in range(len(array))]
+
+    def stats(self) -> Stats:
+        """What has been moved so far; waits for the device."""
+        wire_bytes, control_bytes = self._handle.moved()
+        counters = dict(self._handle.registrations.stats.counters)
+        return Stats(wire_bytes=wire_bytes, control_bytes=control_bytes, counters=counters)
+
+    def close(self) -> None:
+        try:
+            self._leave(self)
+        finally:
+            self._handle.close()
+
+
+class CudaTokenCalls:
+    """Kernels read the caller's rows where they lie; what has come is handed out where it came to."""
+
+    def __init__(
+        self,
+        handle: TokenHandle,
+        check_routing: Callable[[Array, Array], None],
+        leave: Callable[[CudaTokenCalls], None],
+    ) -> None:
+        self._handle, self._check_routing, self._leave = handle, check_routing, leave
+        self._device = handle.session.device
+        self._received: dict[str, Place] = {}
+        self._launches: dict[tuple[str, int, int], Callable[[], None]] = {}
+
+    def update(self, topk_idx: Array, topk_weights: Array) -> None:
+        """In mode ht it returns when all ranks' counts have come."""
+        self._check_routing(topk_idx, topk_weights)
+        handle = self._handle
+        for name, array, dtype in (("topk_idx", topk_idx, np.int32), ("topk_weights", topk_weights, np.float32)):
+            if isinstance(array, DeviceView):
+                self._device.copy(handle.own[name], array.ctypes.data, array.nbytes)
+            else:
+                self._device.write(handle.own[name], np.ascontiguousarray(array, dtype))
+        self._launches.clear()
+        handle.make_launches(len(topk_idx))
+        handle.update()
+        self._received = handle.received()
+        if handle.mode == "ht":
+            handle.session.check()
+
+    def dispatch(self, tokens: Array, scales: Array | None = None) -> dict[str, DeviceArray]:
+        handle = self._handle
+        _check_rows(handle, "tokens", tokens, (handle.tokens, handle.hidden))
+        if scales is not None:
+            _check_rows(handle, "scales", scales, (handle.tokens, handle.scale_words))
+        rows, factors = tokens.ctypes.data, handle.own["scales"] if scales is None else scales.ctypes.data
+        self._launch(("dispatch", rows, factors), lambda: handle.dispatching(rows=rows, scales=factors))
+        return {name: DeviceArray(*place) for name, place in self._received.items()}
+
+    def combine_rows(self) -> DeviceArray:
+        handle = self._handle
+        if handle.staged:
+            raise UsageError("combine_rows: layout expert_major brings back the experts' outputs where they lie")
+        place = self._received["tokens"]
+        return DeviceArray(handle.own["returning"], place.shape, place.dtype)
+
+    def combine(self, rows: Array, out: Array) -> None:
+        handle = self._handle
+        if handle.dtype.scaled:
+            raise UsageError(f"combine adds float32, float16 or bfloat16, not {handle.dtype.name}")
+        _check_rows(handle, "rows", rows, self._received["tokens"].shape)
+        _check_rows(handle, "out", out, (handle.tokens, handle.hidden))
+        source, target = rows.ctypes.data, out.ctypes.data
+        if handle.bulk is not None and source != handle.own["returning"]:
+            # Their owners fetch them, so they must lie where these reach.
+            self._device.copy(handle.own["returning"], source, rows.nbytes)
+            source = handle.own["returning"]
+        self._launch(("combine", source, target), lambda: handle.combining(source, combined=target))
+
+    def _launch(self, key: tuple[str, int, int], prepare: Callable[[], Callable[[], None]]) -> None:
+        if key not in self._launches:
+            if len(self._launches) == _MOST_LAUNCHES:
+                self._launches.clear()
+            self._launches[key] = prepare()
+        self._launches[key]()
+
+    def stats(self) -> Stats:
+        """What has been moved so far; waits for the device."""
+        wire_bytes, control_bytes = self._handle.moved()
+        return Stats(wire_bytes=wire_bytes, control_bytes=control_bytes)
+
+    def close(self) -> None:
+        try:
+            self._leave(self)
+        finally:
+            self._handle.close()
+
+
+def _check_rows(handle: TokenHandle, name: str, array: Array, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise UsageError(
+            f"rank {handle.session.rank}: {name} is {array.dtype}{list(array.shape)}", hint=f"allowed: {list(shape)}"
+        )

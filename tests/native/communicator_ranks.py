@@ -1,0 +1,318 @@
+"""A program for MPI ranks: EpCommunicator on the cuda backend, on CPUs or on GPUs.
+
+python -m mpi4py communicator_ranks.py cpu|gpu PROGRAM [TRANSPORT]    one of the functions below; what is wrong fails it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from ncclep_bench import EpCommunicator, EpConfig
+from ncclep_bench.ep import cuda_engine
+from ncclep_bench.ep.device_buffers import DeviceArray
+from ncclep_bench.errors import BenchError, RankError, UsageError
+from ncclep_bench.model.dtype import dtype_named
+from ncclep_bench.runtime.device import cuda_device
+from tests.native.cpu_device import CpuDevice
+
+Array = np.ndarray[Any, Any]
+
+
+def cupy_stream() -> Any:
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+WORLD = MPI.COMM_WORLD
+RANK, RANKS = WORLD.rank, WORLD.size
+EXPERTS, ELEMENTS, HIDDEN, TOP_K, TOKENS = 4 * RANKS, 96, 128, 3, 20
+DEVICE: Any = CpuDevice() if sys.argv[1] == "cpu" else cuda_device(RANK)
+TRANSPORT = sys.argv[3] if len(sys.argv) > 3 else "auto"
+STREAM = 7 if sys.argv[1] == "cpu" else cupy_stream()
+
+
+def config(**fields: Any) -> EpConfig:
+    shared = {"num_experts": EXPERTS, "backend": "cuda", "init_deadline_s": 120.0, "deadline_s": 120.0}
+    shared["transport"] = TRANSPORT
+    return EpConfig(**{**shared, **fields})
+
+
+class Interface:
+    """An array of another library in the device's memory, as cupy's are."""
+
+    def __init__(self, array: Array, *, stream_ordered: bool = False, strides: Any = None, offset: int = 0) -> None:
+        allocate = DEVICE.allocate_stream_ordered if stream_ordered else DEVICE.allocate
+        self.address = allocate(max(array.nbytes, 16) + offset) + offset
+        self.like = array
+        DEVICE.write(self.address, np.ascontiguousarray(array))
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (self.address, False),
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def contents(array: DeviceArray | Interface) -> Array:
+    """What the device's memory holds."""
+    shape, dtype = (
+        (array.shape, array.dtype) if isinstance(array, DeviceArray) else (array.like.shape, array.like.dtype)
+    )
+    found = np.zeros(shape, dtype)
+    DEVICE.read(array.address, found)
+    return found
+
+
+@contextlib.contextmanager
+def refused(kind: type[BenchError], *words: str) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def integers(seed: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Small ones, whose sums are exact in every dtype."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+def masks(share: float = 0.5) -> Array:
+    return np.stack([np.random.default_rng(100 + rank).random(EXPERTS) < share for rank in range(RANKS)])
+
+
+# ---- programs ----
+
+
+def experts() -> None:
+    """Both parameter collectives, every dtype, all ways to give buffers."""
+    for dtype, placement in (("float32", None), ("float16", "replicas:2"), ("bfloat16", "uneven")):
+        kind = dtype_named(dtype).numpy
+        spec = placement if RANKS > 1 else None
+        with EpCommunicator(WORLD, config(dtype=dtype, placement=spec, expert_elements=ELEMENTS)) as comm:
+            comm.warmup_all_gather_experts(stream=STREAM)
+            held, has = list(comm.local_experts), masks()
+            everybody = np.stack([integers(rank, (EXPERTS, ELEMENTS), kind) for rank in range(RANKS)])
+            sums = (everybody.astype(np.float32) * has[:, :, None]).sum(axis=0)[held].astype(kind)
+            truth, needed = integers(77, (EXPERTS, ELEMENTS), kind), masks()[RANK]
+            for stream_ordered in (False, True):
+
+                def put(array: Array, ordered: bool = stream_ordered) -> Interface:
+                    return Interface(array, stream_ordered=ordered)
+
+                grads = put(everybody[RANK])
+                np.testing.assert_array_equal(
+                    contents(comm.reduce_scatter_expert_grads(grads, has[RANK], stream=STREAM)), sums
+                )
+                out = put(np.full(len(held) * ELEMENTS, 99, kind))
+                assert comm.reduce_scatter_expert_grads(grads, has[RANK], out, stream=STREAM) is out
+                np.testing.assert_array_equal(contents(out).reshape(sums.shape), sums)
+                np.testing.assert_array_equal(contents(grads), everybody[RANK])
+                run = range(held[0], held[-1] + 1)
+                for rows in (range(EXPERTS), run if held == list(run) else range(EXPERTS)):
+                    where = comm.empty((EXPERTS, ELEMENTS))
+                    DEVICE.write(where.address, everybody[RANK])
+                    at = where.address + rows[0] * ELEMENTS * kind.itemsize
+                    target = DeviceArray(at, (len(rows), ELEMENTS), kind)
+                    comm.reduce_scatter_expert_grads(where, has[RANK], target, stream=STREAM)
+                    expected = everybody[RANK].copy()
+                    expected[held] = sums
+                    np.testing.assert_array_equal(contents(where), expected)
+
+                params = put(truth[held])
+                np.testing.assert_array_equal(contents(comm.all_gather_experts(params, stream=STREAM)), truth)
+                target = put(np.full((EXPERTS, ELEMENTS), 99, kind))
+                comm.all_gather_experts(params, needed, target, stream=STREAM)
+                expected = np.where(needed[:, None], truth, np.full_like(truth, 99))
+                np.testing.assert_array_equal(contents(target), expected)
+                whole = np.zeros_like(truth)
+                whole[held] = truth[held]
+                in_place = put(whole)
+                comm.all_gather_experts(in_place, None, in_place, stream=STREAM)
+                np.testing.assert_array_equal(contents(in_place), truth)
+            assert (comm.stats.wire_bytes > 0) == (RANKS > 1)
+            assert (comm.stats.counters.get("mr_misses", 0) > 0) == (RANKS > 1 and TRANSPORT == "auto")
+
+
+def layer(mode: str, layout: str, dtype: str) -> None:
+    """Three routings through one handle: experts double what they get, and its weighted sum comes back."""
+    kind = dtype_named(dtype).numpy
+    fields = {"top_k": TOP_K, "hidden": HIDDEN, "dtype": dtype, "mode": mode, "layout": layout, "alignment": 2}
+    rng = np.random.default_rng(RANK)
+    with EpCommunicator(WORLD, config(**fields, max_tokens_per_rank=TOKENS)) as comm:
+        handle = None
+        for tokens in (12, 0 if RANK == 0 else TOKENS, 7):
+            topk_idx = np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP_K]
+            topk_idx[rng.random(topk_idx.shape) < 0.2] = -1
+            weights = rng.integers(1, 4, topk_idx.shape).astype(np.float32) / 4
+            rows = rng.integers(-8, 9, (tokens, HIDDEN)).astype(kind)
+            if handle is None:
+                handle = comm.create_handle(topk_idx, weights, stream=STREAM)
+            else:
+                handle.update(Interface(topk_idx.astype(np.int32)), Interface(weights), stream=STREAM)
+            for _ in range(2):
+                received = handle.dispatch(Interface(rows), stream=STREAM)
+                assert contents(received.expert_counts).shape == (len(comm.local_experts),)
+                came = contents(received.tokens)
+                if layout == "expert_major":
+                    # Rows that nobody filled hold anything, and must not come back.
+                    with np.errstate(all="ignore"):
+                        doubled = came * kind.type(2)
+                    combined = handle.combine(Interface(doubled), stream=STREAM)
+                else:
+                    share = np.where(contents(received.topk_idx) >= 0, contents(received.topk_weights), 0)
+                    with np.errstate(all="ignore"):
+                        mine = (came.astype(np.float32) * share.sum(axis=1, keepdims=True) * 2).astype(kind)
+                    elsewhere = Interface(np.full_like(rows, 99))
+                    combined = handle.combine(Interface(mine), elsewhere, stream=STREAM)
+                    assert combined is elsewhere
+                    own = handle.combine_rows()
+                    DEVICE.write(own.address, mine)
+                    again = contents(handle.combine(own, stream=STREAM))
+                    np.testing.assert_array_equal(again, contents(combined))
+                total = 2 * np.where(topk_idx >= 0, weights, 0).sum(axis=1, keepdims=True)
+                expected = rows.astype(np.float32) * total
+                np.testing.assert_allclose(contents(combined).astype(np.float32), expected, rtol=0.02, atol=0.05)
+        comm.synchronize()
+        second = comm.create_handle(topk_idx, weights, stream=STREAM)
+        second.dispatch(Interface(rows), stream=STREAM)
+        second.destroy()
+        second.destroy()
+        with refused(UsageError, "dispatch: the handle has been destroyed"):
+            second.dispatch(Interface(rows), stream=STREAM)
+
+
+def layers() -> None:
+    for mode, layout in (("ht", "flat"), ("ht", "expert_major"), ("ll", "rank_major"), ("ll", "expert_major")):
+        layer(mode, layout, "float32" if (mode == "ht") == (layout == "flat") else "bfloat16")
+
+
+def scaled() -> None:
+    """float8 tokens bring scales, and are not combined."""
+    kind = dtype_named("float8_e4m3fn").numpy
+    fields = {"top_k": 2, "hidden": 256, "dtype": "float8_e4m3fn", "max_tokens_per_rank": 5}
+    with EpCommunicator(WORLD, config(**fields)) as comm:
+        topk_idx = (np.arange(10).reshape(5, 2) + RANK) % EXPERTS
+        handle = comm.create_handle(topk_idx, np.ones((5, 2), np.float32), stream=STREAM)
+        rows, scales = integers(RANK, (5, 256), kind), integers(9 + RANK, (5, 2), np.float32)
+        received = handle.dispatch(Interface(rows), Interface(scales), stream=STREAM)
+        sent = {rank: (integers(rank, (5, 256), kind), integers(9 + rank, (5, 2), np.float32)) for rank in range(RANKS)}
+        counts = contents(received.source_counts).tolist()
+        places = (np.arange(10).reshape(1, 5, 2) + np.arange(RANKS)[:, None, None]) % EXPERTS // 4
+        here = [np.flatnonzero((places[rank] == RANK).any(axis=1)) for rank in range(RANKS)]
+        assert counts == [len(tokens) for tokens in here]
+        for number, array in enumerate((received.tokens, received.scales)):
+            expected = np.concatenate([sent[rank][number][tokens] for rank, tokens in enumerate(here)])
+            np.testing.assert_array_equal(contents(array).astype(np.float32), expected.astype(np.float32))
+        with refused(UsageError, "combine adds float32, float16 or bfloat16, not float8_e4m3fn"):
+            handle.combine(Interface(rows), Interface(rows), stream=STREAM)
+
+
+def refusals() -> None:
+    """What cannot be used is told before anything moves, and the call can be repeated."""
+    fields = {"expert_elements": ELEMENTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
+    with EpCommunicator(WORLD, config(**fields)) as comm:
+        held = len(comm.local_experts)
+        good = np.ones((held, ELEMENTS), np.float32)
+        for value, *words in (
+            (good, "is host memory, the cuda backend takes a GPU's", "__cuda_array_interface__"),
+            ([1.0], "is a list"),
+            (Interface(good.astype(np.float16)), "float16", "allowed: dtype float32"),
+            (Interface(good[:, :8]), "allowed: ["),
+            (Interface(good, offset=8), "allowed: multiples of 16"),
+            (Interface(good, strides=(8 * ELEMENTS, 8)), "strides"),
+            (DeviceArray(DEVICE.allocate(64), (held, ELEMENTS), np.float32), "behind its allocation"),
+            (DeviceArray(64, (held, ELEMENTS), np.float32), "is no memory of"),
+        ):
+            with refused(UsageError, *words):
+                comm.all_gather_experts(value, stream=STREAM)
+        for stream, word in ((None, "stream is missing"), (0, "default"), ("7", "stream is a str")):
+            with refused(UsageError, word):
+                comm.all_gather_experts(Interface(good), stream=stream)
+        whole = Interface(np.ones((EXPERTS, ELEMENTS), np.float32))
+        if held < EXPERTS:
+            overlapping = DeviceArray(whole.address + 16, (held, ELEMENTS), np.float32)
+            with refused(UsageError, "params overlaps out"):
+                comm.all_gather_experts(overlapping, None, whole, stream=STREAM)
+        np.testing.assert_array_equal(contents(comm.all_gather_experts(Interface(good), stream=STREAM)), 1)
+
+        idx, weights = np.zeros((4, TOP_K), np.int64), np.ones((4, TOP_K), np.float32)
+        for topk_idx, word in (
+            (Interface(idx), "allowed: contiguous int32"),
+            (idx + EXPERTS, f"names expert {EXPERTS}"),
+            (np.zeros((TOKENS + 1, TOP_K), int), f"{TOKENS + 1} tokens"),
+            (idx[:, :1], "allowed: integers [tokens, 3]"),
+        ):
+            with refused(UsageError, word):
+                comm.create_handle(
+                    topk_idx, np.ones(np.shape(getattr(topk_idx, "like", topk_idx)), np.float32), stream=STREAM
+                )
+        handle = comm.create_handle(idx, weights, stream=STREAM)
+        with refused(UsageError, "tokens is float32[3, 128]", "allowed: [4, 128]"):
+            handle.dispatch(Interface(np.ones((3, HIDDEN), np.float32)), stream=STREAM)
+        handle.dispatch(Interface(np.ones((4, HIDDEN), np.float32)), stream=STREAM)
+        with refused(UsageError, "names expert 99"):
+            handle.update(Interface(np.full((4, TOP_K), 99, np.int32)), Interface(weights), stream=STREAM)
+    for elements in (3, 6):
+        with refused(UsageError, f"rows of {4 * elements} bytes are not a multiple of 16"):
+            EpCommunicator(WORLD, config(expert_elements=elements))
+    with EpCommunicator(WORLD, config(hidden=HIDDEN)) as comm, refused(UsageError, "needs max_tokens_per_rank"):
+        comm.create_handle(np.zeros((1, 1), int), np.ones((1, 1), np.float32), stream=STREAM)
+
+
+def gone() -> None:
+    """A rank that has destroyed its communicator is named by the others, at a call and by their devices."""
+    fields = {"top_k": 1, "hidden": HIDDEN, "max_tokens_per_rank": 4, "expert_elements": ELEMENTS, "deadline_s": 2.0}
+    comm = EpCommunicator(WORLD, config(**fields))
+    rows, ones = Interface(np.ones((4, HIDDEN), np.float32)), np.ones((4, 1), np.float32)
+    handle = comm.create_handle(np.arange(4)[:, None] % EXPERTS, ones, stream=STREAM)
+    handle.dispatch(rows, stream=STREAM)
+    WORLD.Barrier()
+    if RANK == 0:
+        WORLD.Barrier()
+        comm.destroy()
+        return
+    handle.dispatch(rows, stream=STREAM)
+    with refused(RankError, "rank 0 did not reach launch"):
+        comm.synchronize()
+    with refused(RankError, "rank 0 did not reach launch"):
+        handle.dispatch(rows, stream=STREAM)
+    WORLD.Barrier()
+    comm.destroy()
+
+
+def many() -> None:
+    """Communicators come and go, dropped or destroyed, and leave no memory of the device."""
+    left = []
+    for number in range(12):
+        comm = EpCommunicator(WORLD, config(expert_elements=ELEMENTS, top_k=1, hidden=HIDDEN, max_tokens_per_rank=4))
+        comm.empty((8,))
+        params = DEVICE.allocate(4 * ELEMENTS * len(comm.local_experts))
+        shape = (len(comm.local_experts), ELEMENTS)
+        out = comm.all_gather_experts(DeviceArray(params, shape, np.float32), stream=STREAM)
+        handle = comm.create_handle(np.zeros((4, 1), int), np.ones((4, 1), np.float32), stream=STREAM)
+        handle.dispatch(DeviceArray(comm.empty((4, HIDDEN)).address, (4, HIDDEN), np.float32), stream=STREAM)
+        # Nobody is still at work in what is about to go.
+        WORLD.Barrier()
+        if number % 2:
+            comm.destroy()
+        del comm, handle, out
+        gc.collect()
+        DEVICE.free(params)
+        left.append(len(DEVICE.allocations) if isinstance(DEVICE, CpuDevice) else DEVICE.free_bytes())
+    # A GPU keeps what its first kernels needed.
+    assert len(set(left[4:])) == 1, left
+    assert left[-1] == 0 or not isinstance(DEVICE, CpuDevice)
+
+
+if __name__ == "__main__":
+    cuda_engine.device_of = lambda _: DEVICE
+    globals()[sys.argv[2]]()
