@@ -62,14 +62,17 @@ def read_recorded(paths: Sequence[Path], *, config: Path | None = None, ranks: i
 def read_logs(paths: Sequence[Path]) -> Recorded:
     """The events in logs of any length; the path `-` is standard input.
 
-    Raises InputError for a file that cannot be read.
+    Raises InputError for a file that cannot be read, and for a folder without any.
     """
     raw = _Merged()
     unknown: list[str] = []
     for path in paths:
-        for name, stream in _opened(path):
+        read = 0
+        for read, (name, stream) in enumerate(_opened(path), start=1):
             if not raw.add(_events(stream, name), name):
                 unknown.append(name)
+        if not read:
+            raise InputError(f"{path}: no file lies right in this folder", hint="give log files, or their folder")
     return Recorded([raw.facts()], unknown)
 
 

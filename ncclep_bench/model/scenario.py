@@ -57,7 +57,10 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded scenario. `axes[key]` is the list of values of one scenario key; `file` where it came from."""
+    """A loaded scenario. `axes[key]` is the list of values of one scenario key; `file` where it came from.
+
+    `settings`: what `--set` has changed since.
+    """
 
     name: str
     file: str
@@ -67,3 +70,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     reference: list[Reference] = []
     expert_load: dict[str, ExpertLoad] = {}
+    settings: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """What errors about its values name."""
+        return " ".join([self.file, *(f"--set {setting}" for setting in self.settings)])

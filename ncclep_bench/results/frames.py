@@ -51,12 +51,17 @@ class RunFrames:
 def load_run(path: Path | str | Sequence[Path | str]) -> RunFrames:
     """Frames of the run in a folder (or its run.jsonl), or of several.
 
-    Raises InputError for what is not a run.
+    Raises InputError for what is not a run, and for one that is given twice.
     """
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     if not paths:
         raise InputError("no run given", hint="give a run's folder, or its run.jsonl")
-    runs = [read_run(each) for each in paths]
+    runs: list[Run] = []
+    for each in paths:
+        run = read_run(each)
+        if any(run.path.samefile(other.path) for other in runs):
+            raise InputError(f"{each}: the run is given twice", hint="give each run once: its cases would count double")
+        runs.append(run)
     rows = _case_rows(runs)
     folders = [run.path.resolve().parent for run in runs]
     short = len({folder.name for folder in folders}) == len(folders)

@@ -92,7 +92,7 @@ def expand(scenario: Scenario, *, backends: Sequence[str] | None, ranks_availabl
     count = sum(math.prod(map(len, lists)) for _, lists, _ in products)
     if count > MOST_CASES:
         raise InputError(
-            f"{shown(scenario.file)}: expands to {count:,} cases", hint=f"allowed: {MOST_CASES:,}; shorten the lists"
+            f"{shown(scenario.where)}: expands to {count:,} cases", hint=f"allowed: {MOST_CASES:,}; shorten the lists"
         )
     check = _Check(scenario, ranks_available)
     order: dict[Case, tuple[int, ...]] = {}
@@ -101,7 +101,7 @@ def expand(scenario: Scenario, *, backends: Sequence[str] | None, ranks_availabl
         for positions in itertools.product(*(range(len(values)) for values in lists)):
             chosen = dict(zip(keys, positions, strict=True))
             values = fixed | {key: axes[key][position] for key, position in chosen.items()}
-            case = convert(_complete(scenario, values), Case, file=scenario.file)
+            case = convert(_complete(scenario, values), Case, file=scenario.where)
             check(case)
             chosen["collective"] = axes["collective"].index(case.collective)
             chosen["variant"] = variants.index(case.variant) if case.variant else 0
@@ -196,7 +196,7 @@ class _Check:
 
     def __init__(self, scenario: Scenario, ranks_available: int | None) -> None:
         self._scenario = scenario
-        self._file = shown(scenario.file)
+        self._file = shown(scenario.where)
         self._ranks_available = ranks_available
         self._placement = cache(placement_of)
         self._seen_routings: set[tuple[Any, ...]] = set()
@@ -237,4 +237,4 @@ class _Check:
 
 
 def _wrong(scenario: Scenario, key: str, problem: str, allowed: str) -> InputError:
-    return InputError(f"{shown(scenario.file)}: key `{key}`: {problem}", hint=f"allowed: {allowed}")
+    return InputError(f"{shown(scenario.where)}: key `{key}`: {problem}", hint=f"allowed: {allowed}")

@@ -89,7 +89,7 @@ def with_overrides(scenario: Scenario, settings: Sequence[str]) -> Scenario:
                 axes.pop(replaced, None)
     if timed:
         _check_timing(timing, file=shown(f"--set {timed}"))
-    return msgspec.structs.replace(scenario, axes=axes, timing=timing)
+    return msgspec.structs.replace(scenario, axes=axes, timing=timing, settings=(*scenario.settings, *settings))
 
 
 @cache

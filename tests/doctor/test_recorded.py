@@ -228,6 +228,14 @@ def test_a_path_that_cannot_be_read_is_wrong_input(name: str, tmp_path: Path):
     assert doctor("logs", tmp_path / name).exit_code == 2
 
 
+def test_a_folder_without_any_file_is_wrong_input_for_logs(tmp_path: Path):
+    (tmp_path / "inner").mkdir()
+    done = doctor("logs", tmp_path)
+
+    assert done.exit_code == 2
+    assert f"{tmp_path}: no file lies right in this folder" in done.stderr
+
+
 def test_a_link_out_of_a_captured_folder_is_not_followed(tmp_path: Path):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret/conf").write_text("NCCL_IB_DISABLE=1\n")

@@ -287,6 +287,14 @@ def test_runs_of_the_same_name_are_told_apart_by_their_paths(load: Any, tmp_path
     assert runs.tolist() == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
 
 
+def test_a_run_that_is_given_twice_is_an_input_error(load: Any, tmp_path: Path) -> None:
+    load(dispatch(), name="run")
+    (tmp_path / "other").symlink_to(tmp_path / "run")
+    for again in (tmp_path / "run", tmp_path / "run" / "run.jsonl", tmp_path / "other"):
+        with pytest.raises(InputError, match=f"{again}: the run is given twice"):
+            load_run([tmp_path / "run", again])
+
+
 def test_no_run_at_all_is_an_input_error() -> None:
     with pytest.raises(InputError, match="no run given"):
         load_run([])

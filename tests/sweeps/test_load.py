@@ -8,6 +8,7 @@ import pytest
 
 from ncclep_bench.errors import InputError
 from ncclep_bench.model.scenario import Scenario, Timing
+from ncclep_bench.sweeps.expand import expand
 from ncclep_bench.sweeps.load import find_scenarios, load_scenario, with_overrides
 
 SMALL = """
@@ -218,6 +219,12 @@ def test_a_wrong_setting_is_quoted(small: Scenario, setting: str, words: list[st
         with_overrides(small, [setting])
     for word in ["--set " + setting.partition("\n")[0][:10], *words]:
         assert word in str(caught.value)
+
+
+def test_what_a_setting_makes_of_a_file_is_not_the_file_alone(small: Scenario) -> None:
+    changed = with_overrides(with_overrides(small, ["tokens=4"]), ["top_k=99"])
+    with pytest.raises(InputError, match=r"\.toml --set tokens=4 --set top_k=99: key `top_k`: value 99"):
+        expand(changed, backends=(), ranks_available=None)
 
 
 def test_a_reference_compares_columns_with_single_values(tmp_path: Path) -> None:
