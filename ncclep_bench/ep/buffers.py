@@ -54,9 +54,6 @@ def checked(
 ) -> Array:
     """`view(value)`, contiguous, of `dtype` and, if asked, writable; raises UsageError saying what is allowed."""
     array, wanted = view(value, what), np.dtype(dtype)
-    if array.dtype.kind == wanted.kind == "V" and array.dtype.itemsize == wanted.itemsize:
-        # Interfaces without a name for bfloat16 and float8 say bytes.
-        array = array.view(wanted)
     if array.dtype != wanted:
         raise UsageError(f"{what} is {array.dtype}{list(array.shape)}", hint=f"allowed: dtype {wanted}")
     if not array.flags.c_contiguous:

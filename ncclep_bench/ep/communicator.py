@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ncclep_bench.backends.contract import Stats, sum_of
 from ncclep_bench.backends.host.session import HostSession
-from ncclep_bench.ep.agreement import CallMismatchError, PatientGroup, agreed_config, difference, join, odd_ranks
+from ncclep_bench.ep.agreement import CallMismatchError, agreed_config, difference, join, odd_ranks
 from ncclep_bench.ep.buffers import Array, checked, checked_rows
 from ncclep_bench.ep.engine import ENGINES, ExpertCalls
 from ncclep_bench.ep.handle import EpHandle, routing_of
@@ -37,18 +37,20 @@ class EpCommunicator:
     or the same with other sizes, all raise CallMismatchError.
 
     `destroy`, the end of a `with` block, or dropping the last reference give back all memory, descriptors and requests;
-    none waits for another rank, though on GPUs for what has been enqueued, `deadline_s` at most. (To the MPI standard
-    freeing a communicator is collective; MPICH and Open MPI free each rank's part at once.)
+    none waits for another rank's call, on GPUs for what has been enqueued. (To the MPI standard freeing a communicator
+    is collective; MPICH and Open MPI free each rank's part at once.)
 
     On the backend `host` buffers are numpy arrays, CPU tensors, and objects with DLPack or the buffer protocol;
     contiguous, of the configured dtype. Memory from `empty` is read and written by peers where it lies; any other is
     copied at each call.
 
-    On the backend `cuda` buffers are arrays with __cuda_array_interface__ and CUDA tensors on this rank's GPU, which is
-    the one of its number on the host. Every call takes a `stream` that is no default one: what it enqueues comes after
-    what the stream holds, and before what the stream gets afterwards; the call itself need not wait for the GPU. What
-    the GPU reports, such as a peer that does not come, is raised at a later call, or by `synchronize`. Results are
-    DeviceArrays; making a new one waits for the GPU, `out` saves that.
+    On the backend `cuda` buffers are arrays with __cuda_array_interface__ and CUDA tensors on this rank's GPU: the one
+    of its number on the host where a launcher of MPI tells that, else the current one at construction. Every call needs
+    a `stream` that is no default one: what it enqueues comes after what the stream holds, and before what the
+    stream gets afterwards; the call itself need not wait for the GPU, and communicators of one process take turns. What
+    ranks' streams hold before a call may take them `deadline_s` apart at most. What the GPU reports, such as a peer
+    that does not come, is raised at a later call, or by `synchronize`, after which only `destroy` is left. Results are
+    DeviceArrays; making a new one, or dropping it, waits for the GPU: `out` saves that.
     """
 
     def __init__(self, group: object, ep_config: EpConfig) -> None:
@@ -77,11 +79,10 @@ class EpCommunicator:
         self._dtype = dtype_named(config.dtype)
         named_links(config.topology)
         held.session = HostSession(joined, transport=config.transport, deadline_s=deadline_s)
-        held.session.deadline_s = config.deadline_s
-        if isinstance(joined, PatientGroup):
-            joined.deadline_s = config.deadline_s
+        joined.deadline_s = deadline_s
         held.engine = ENGINES[config.backend](held.session, config, self.placement)
         self.topology = direct_topology(config.topology, self.rank, self.size, tuple(held.engine.local))
+        held.session.deadline_s = joined.deadline_s = config.deadline_s
         if config.expert_elements is not None:
             self._expert_handle(config.expert_elements)
 
@@ -129,8 +130,7 @@ class EpCommunicator:
         # Checked before the buffers are made, which is collective: a rank whose routing is refused can try again.
         engine.check_routing(*routing_of(engine, f"rank {self.rank}: create_handle", topk_idx, topk_weights))
         with engine.during(stream, "create_handle"):
-            pass
-        tokens = engine.tokens()
+            tokens = engine.tokens()
         held.tokens.add(tokens)
         handle = EpHandle(self, held, tokens, self._dtype)
         weakref.finalize(handle, held.close_tokens, tokens)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -18,17 +19,29 @@ from ncclep_bench.backends.cuda.tokens import VEC_BYTES, Place, TokenHandle
 from ncclep_bench.backends.host.session import HostSession
 from ncclep_bench.backends.host.tokens import check_routing
 from ncclep_bench.ep.buffers import Array, view_of
-from ncclep_bench.ep.device_buffers import DeviceArray, DeviceView, stream_address, view_of_device
-from ncclep_bench.errors import UsageError
+from ncclep_bench.ep.device_buffers import DeviceArray, DeviceView, on_device, stream_address, view_of_device
+from ncclep_bench.errors import CannotRunError, UsageError
 from ncclep_bench.model.dtype import DType, dtype_named
 from ncclep_bench.model.ep_config import EpConfig
 from ncclep_bench.model.placement import Placement
-from ncclep_bench.runtime.device import Device, cuda_device
+from ncclep_bench.runtime.device import Device, callers_device
 
-device_of: Callable[[int], Device] = cuda_device
-"""What runs a rank's kernels."""
+device_of: Callable[[int], Device] = callers_device
+"""What runs a rank's kernels: a GPU, in tests a CPU."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 _MOST_LAUNCHES = 64
 """Kept for buffers that come again."""
+
+
+def _on_device(method: Method) -> Method:
+    """The same with the rank's device current, which the caller's thread need not have."""
+
+    @functools.wraps(method)
+    def on_device(self: Any, *args: Any, **named: Any) -> Any:
+        with self.device.current():
+            return method(self, *args, **named)
+
+    return cast(Method, on_device)
 
 
 class CudaEngine:
@@ -36,10 +49,11 @@ class CudaEngine:
 
     def __init__(self, session: HostSession, config: EpConfig, placement: Placement) -> None:
         self._config, self._placement, self._dtype = config, placement, dtype_named(config.dtype)
-        self._device = device_of(session.rank)
-        self._session = CudaSession(
-            session.group, self._device, deadline_s=config.deadline_s, transport=config.transport
-        )
+        self.device = _device_of_each(session)
+        with self.device.current():
+            self._session = CudaSession(
+                session.group, self.device, deadline_s=config.deadline_s, transport=config.transport
+            )
         self.local: Collection[int] = sorted(set(range(session.size)) - self._session.out_of_reach)
         self._given: list[int] = []
         self._open: set[CudaExpertCalls | CudaTokenCalls] = set()
@@ -47,27 +61,31 @@ class CudaEngine:
 
     # ---- buffers and streams ----
 
+    @_on_device
     def view(self, value: object, what: str) -> Array:
         """Raises UsageError for what is not memory of this rank's device to its end, or not aligned."""
         array = view_of_device(value, what)
+        if array.dtype.type is np.void and self._dtype.numpy.kind == "V" and array.itemsize == self._dtype.itemsize:
+            # The interface has no name for bfloat16 and float8.
+            array = array.view(self._dtype.numpy)
         if not array.size:
             return array
         address = array.ctypes.data
-        allocation = self._device.allocation_of(address)
-        # Rows that do not lie one after the other are refused by whoever looks at strides.
-        if address + array.nbytes > allocation.base + allocation.nbytes:
-            raise UsageError(
-                f"{what} ends {address + array.nbytes - allocation.base - allocation.nbytes} bytes behind "
-                "its allocation",
-                hint="allowed: to the allocation's end",
-            )
+        end = address + array.nbytes
+        allocation = self.device.allocation_of(address)
+        behind = end - allocation.base - allocation.nbytes
+        if behind > 0:
+            if self.device.export(allocation):
+                raise UsageError(f"{what} ends {behind} bytes behind its allocation", hint="allowed: to its end")
+            # Memory that is mapped page by page may be many allocations.
+            self.device.allocation_of(end - 1)
         if address % VEC_BYTES:
             raise UsageError(f"{what} lies at {address:#x}", hint=f"allowed: multiples of {VEC_BYTES}")
         return array
 
     def routing_view(self, value: object, what: str) -> Array:
-        """A routing may lie on the host too, and then waits for the device."""
-        return view_of(value, what) if isinstance(value, np.ndarray) else self.view(value, what)
+        """A routing may lie on the host too; `update` then waits for the device."""
+        return self.view(value, what) if on_device(value) else view_of(value, what)
 
     def check_routing(self, topk_idx: Array, topk_weights: Array) -> None:
         rank, config = self._session.rank, self._config
@@ -92,27 +110,32 @@ class CudaEngine:
 
     @contextlib.contextmanager
     def during(self, stream: object, call: str) -> Iterator[None]:
+        """Raises what the device has reported since, too."""
         address = stream_address(stream, f"rank {self._session.rank}: {call}")
         self._session.check_told()
-        with self._device.within(address):
+        with self.device.within(address):
             yield
-            self._session.tell()
+        self._session.tell()
 
+    @_on_device
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         address = self._allocate(shape, dtype)
         array = DeviceArray(address, shape, dtype)
-        weakref.finalize(array, self._device.free, address)
+        # Freeing waits for all that the GPU still does, the caller's kernels too.
+        weakref.finalize(array, self.device.free, address)
         return array
 
+    @_on_device
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         self._given.append(address := self._allocate(shape, dtype))
         return DeviceArray(address, shape, dtype)
 
     def _allocate(self, shape: tuple[int, ...], dtype: Any) -> int:
-        return self._device.allocate(max(int(np.prod(shape)) * np.dtype(dtype).itemsize, VEC_BYTES))
+        return self.device.allocate(max(int(np.prod(shape)) * np.dtype(dtype).itemsize, VEC_BYTES))
 
     # ---- calls ----
 
+    @_on_device
     def experts(self, elements: int) -> CudaExpertCalls:
         block_bytes = elements * self._dtype.itemsize
         self._refuse(row_waiver(self._session.size, block_bytes))
@@ -128,6 +151,7 @@ class CudaEngine:
         self._open.add(calls)
         return calls
 
+    @_on_device
     def tokens(self) -> CudaTokenCalls:
         config = self._config
         assert config.hidden is not None
@@ -157,17 +181,20 @@ class CudaEngine:
         self._open.remove(calls)
         self._moved = sum_of(self._moved, calls.stats())
 
+    @_on_device
     def stats(self) -> Stats:
         return sum_of(self._moved, *(calls.stats() for calls in self._open))
 
+    @_on_device
     def synchronize(self) -> None:
         self._session.check()
 
+    @_on_device
     def close(self) -> None:
         """Waits for this rank's device."""
         self._session.close()
         for address in self._given:
-            self._device.free(address)
+            self.device.free(address)
         self._given = []
 
 
@@ -176,7 +203,7 @@ class CudaExpertCalls:
 
     def __init__(self, handle: RegisteredExpertHandle, dtype: DType, leave: Callable[[CudaExpertCalls], None]) -> None:
         self._handle, self._dtype, self._leave = handle, dtype, leave
-        self._session = handle.session
+        self._session, self.device = handle.session, handle.session.device
         self._held = handle.placement.experts_of_rank[self._session.rank]
         self._sums = 0
 
@@ -199,7 +226,7 @@ class CudaExpertCalls:
         self._handle.reduce(self._active, self._dtype.name)
         self._handle.run()
         for source, target in zip(sums if aside else (), mine, strict=False):
-            self._session.device.copy(target, source, self._handle.block_bytes)
+            self.device.copy(target, source, self._handle.block_bytes)
 
     def _aside(self) -> list[int]:
         if not self._sums:
@@ -215,6 +242,7 @@ class CudaExpertCalls:
         counters = dict(self._handle.registrations.stats.counters)
         return Stats(wire_bytes=wire_bytes, control_bytes=control_bytes, counters=counters)
 
+    @_on_device
     def close(self) -> None:
         try:
             self._leave(self)
@@ -232,19 +260,22 @@ class CudaTokenCalls:
         leave: Callable[[CudaTokenCalls], None],
     ) -> None:
         self._handle, self._check_routing, self._leave = handle, check_routing, leave
-        self._device = handle.session.device
+        self.device = handle.session.device
         self._received: dict[str, Place] = {}
         self._launches: dict[tuple[str, int, int], Callable[[], None]] = {}
 
     def update(self, topk_idx: Array, topk_weights: Array) -> None:
-        """In mode ht it returns when all ranks' counts have come."""
+        """In mode ht it returns when all ranks' counts have come.
+
+        Of a routing on the device an expert that does not exist counts as masked, and is reported.
+        """
         self._check_routing(topk_idx, topk_weights)
         handle = self._handle
         for name, array, dtype in (("topk_idx", topk_idx, np.int32), ("topk_weights", topk_weights, np.float32)):
             if isinstance(array, DeviceView):
-                self._device.copy(handle.own[name], array.ctypes.data, array.nbytes)
+                self.device.copy(handle.own[name], array.ctypes.data, array.nbytes)
             else:
-                self._device.write(handle.own[name], np.ascontiguousarray(array, dtype))
+                self.device.write(handle.own[name], np.ascontiguousarray(array, dtype))
         self._launches.clear()
         handle.make_launches(len(topk_idx))
         handle.update()
@@ -257,6 +288,13 @@ class CudaTokenCalls:
         _check_rows(handle, "tokens", tokens, (handle.tokens, handle.hidden))
         if scales is not None:
             _check_rows(handle, "scales", scales, (handle.tokens, handle.scale_words))
+        place = self._received["tokens"]
+        if (
+            tokens.nbytes
+            and tokens.ctypes.data < place.address + place.nbytes
+            and place.address < tokens.ctypes.data + tokens.nbytes
+        ):
+            raise UsageError(f"rank {handle.session.rank}: tokens lie where what comes in is written")
         rows, factors = tokens.ctypes.data, handle.own["scales"] if scales is None else scales.ctypes.data
         self._launch(("dispatch", rows, factors), lambda: handle.dispatching(rows=rows, scales=factors))
         return {name: DeviceArray(*place) for name, place in self._received.items()}
@@ -274,10 +312,12 @@ class CudaTokenCalls:
             raise UsageError(f"combine adds float32, float16 or bfloat16, not {handle.dtype.name}")
         _check_rows(handle, "rows", rows, self._received["tokens"].shape)
         _check_rows(handle, "out", out, (handle.tokens, handle.hidden))
+        if np.may_share_memory(rows, out):
+            raise UsageError(f"rank {handle.session.rank}: out overlaps rows", hint="allowed: memory of its own")
         source, target = rows.ctypes.data, out.ctypes.data
         if handle.bulk is not None and source != handle.own["returning"]:
             # Their owners fetch them, so they must lie where these reach.
-            self._device.copy(handle.own["returning"], source, rows.nbytes)
+            self.device.copy(handle.own["returning"], source, rows.nbytes)
             source = handle.own["returning"]
         self._launch(("combine", source, target), lambda: handle.combining(source, combined=target))
 
@@ -293,11 +333,25 @@ class CudaTokenCalls:
         wire_bytes, control_bytes = self._handle.moved()
         return Stats(wire_bytes=wire_bytes, control_bytes=control_bytes)
 
+    @_on_device
     def close(self) -> None:
         try:
             self._leave(self)
         finally:
             self._handle.close()
+
+
+def _device_of_each(session: HostSession) -> Device:
+    """This rank's; raises CannotRunError on all ranks when one has none."""
+    device, reason = None, ""
+    try:
+        device = device_of(session.rank)
+    except CannotRunError as error:
+        reason = f"{error.message} ({error.hint})"
+    reasons = [data.decode() for data in session.allgather(reason.encode())]
+    if device is None or any(reasons):
+        raise CannotRunError("; ".join(filter(None, reasons)), hint='backend="host" needs no GPU')
+    return device
 
 
 def _check_rows(handle: TokenHandle, name: str, array: Array, shape: tuple[int, ...]) -> None:

@@ -12,13 +12,13 @@ from ncclep_bench.ep.buffers import Array
 from ncclep_bench.errors import UsageError
 from ncclep_bench.model.dtype import DTYPES
 
-_ALLOWED = "allowed: arrays with __cuda_array_interface__ (cupy, numba, jax) and CUDA tensors of torch"
+_ALLOWED = "allowed: arrays with __cuda_array_interface__, as cupy's, and CUDA tensors of torch"
 
 
 class DeviceArray:
     """Contiguous memory of a GPU that other libraries can use: cupy.asarray(array), torch.as_tensor(array).
 
-    torch knows no bfloat16 and float8 by this interface: torch.as_tensor(array.view("int16")).view(torch.bfloat16).
+    The interface has no name for bfloat16 and float8: torch.as_tensor(array.view("int16")).view(torch.bfloat16).
     """
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object = None) -> None:
@@ -58,11 +58,19 @@ class DeviceView(np.ndarray[Any, Any]):
     __str__ = __repr__
 
 
+def on_device(value: object) -> bool:
+    """Whether it says that it lies on a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return bool(value.device.type == "cuda")
+    return hasattr(value, "__cuda_array_interface__")
+
+
 def view_of_device(value: object, what: str) -> Array:
     """The shape and place of a GPU array, none of its contents.
 
     Takes arrays with __cuda_array_interface__ and torch tensors; `what` is what errors call it. Raises UsageError for
-    memory of the host, and for anything else.
+    memory of the host, and for anything else. Which stream an array belongs to is not asked: a call has its own.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class DispatchOutputs(NamedTuple):
-    """What a dispatch delivers to this rank: views, valid until the next call on the handle; on GPUs DeviceArrays.
+    """What a dispatch delivers to this rank: views, valid until the next call on the handle.
+
+    On GPUs they are DeviceArrays, which do not keep the handle: its memory goes with it.
 
     Layouts `flat` and `rank_major`: one row per token that has an expert here, by source rank, then token:
     `tokens` [rows, hidden], `scales` [rows, hidden / 128] (float8 only), `topk_weights` float32 and `topk_idx` int32
@@ -51,7 +53,9 @@ class EpHandle:
     def update(self, topk_idx: object, topk_weights: object, *, stream: object = None) -> None:
         """Take a new routing, int [tokens, top_k] (−1 masked) and float32, into the same buffers.
 
-        On GPUs it may lie on either side: numpy arrays, or int32 and float32 on the GPU.
+        On the backend `cuda` it may lie on either side: numpy arrays, or int32 and float32 on the GPU. There an expert
+        that does not exist counts as masked; the UsageError about it comes at this call or a later one, and leaves only
+        `destroy`.
         """
         tokens, engine = self._open("update")
         indices, weights = routing_of(engine, f"rank {self._communicator.rank}: update", topk_idx, topk_weights)
@@ -91,7 +95,7 @@ class EpHandle:
 
         `rows` are shaped as dispatch delivered its tokens. Layout `expert_major`: plain outputs of the experts,
         weighted here in float32. Other layouts: one row per received token, which the caller has weighted and summed
-        over its local experts; written into `combine_rows()` they are not copied.
+        over its local experts; written into `combine_rows()` they are not copied. On GPUs `out` is apart from `rows`.
         """
         handle, engine = self._ready("combine")
         array = checked(rows, self._name("combine", "rows"), self._dtype.numpy, view=engine.view)
@@ -104,7 +108,10 @@ class EpHandle:
         return out
 
     def combine_rows(self) -> Any:
-        """Memory for combine's rows without a copy, in layouts `flat` and `rank_major`; collective on first use."""
+        """Memory for combine's rows without a copy, in layouts `flat` and `rank_major`.
+
+        On the host collective on first use.
+        """
         return self._ready("combine_rows")[0].combine_rows()
 
     def destroy(self) -> None:

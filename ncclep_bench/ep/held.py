@@ -46,12 +46,14 @@ class Held:
                 stack.callback(self.group.close)
             if self.session is not None:
                 stack.callback(self.session.close)
-                stack.callback(self.session.abort, "it has destroyed the communicator")
             if self.engine is not None:
                 stack.callback(self.engine.close)
             for experts in self.experts.values():
                 stack.callback(experts.close)
             for tokens in self.tokens:
                 stack.callback(tokens.close)
+            if self.session is not None:
+                # First of all, so that nobody waits for this rank while it waits for its device.
+                stack.callback(self.session.abort, "it has destroyed the communicator")
         self.group = self.session = self.engine = None
         self.experts, self.tokens = {}, set()

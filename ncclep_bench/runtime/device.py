@@ -115,10 +115,14 @@ class Device(Protocol):
         `early`: its blocks may come while the kernel before still runs, to wait there for its end.
         """
 
+    def current(self) -> AbstractContextManager[None]:
+        """Inside, this process's calls go to this device; afterwards to whichever they went to before."""
+
     def within(self, stream: int) -> AbstractContextManager[None]:
         """What is enqueued inside comes after what a stream of the user's holds, and before what it gets afterwards.
 
-        Raises UsageError for a default stream, one of another device, and one that is being captured.
+        The device is current inside. Raises UsageError for a default stream, one of another device or context, and one
+        that is being captured; an address that is no stream's cannot be told.
         """
 
     def synchronize(self) -> None:
@@ -162,8 +166,8 @@ class CudaDevice:
 
     threads = 512
 
-    def __init__(self, rank: int) -> None:
-        """Raises CannotRunError when `missing` has a reason."""
+    def __init__(self, rank: int, index: int | None = None) -> None:
+        """`index`: which GPU, else that of the rank's number. Raises CannotRunError when `missing` has a reason."""
         if (reason := missing()) is not None:
             raise CannotRunError(
                 f"rank {rank}: {reason}", hint="pip install 'ncclep-bench[cuda13]' on a machine with GPUs"
@@ -171,7 +175,7 @@ class CudaDevice:
         self._cupy = _cupy()
         self._runtime = self._cupy.cuda.runtime
         self.rank = rank
-        self.index = local_rank(rank) % self._runtime.getDeviceCount()
+        self.index = local_rank(rank) % self._runtime.getDeviceCount() if index is None else index
         self._device = self._cupy.cuda.Device(self.index)
         self._device.use()
         self.stream = self._cupy.cuda.Stream(non_blocking=True)
@@ -353,11 +357,19 @@ class CudaDevice:
         )
 
     @contextlib.contextmanager
-    def within(self, stream: int) -> Iterator[None]:
-        self._check_stream(stream)
-        before = self._runtime.getDevice()
+    def current(self) -> Iterator[None]:
+        before = _current_context()
         self._device.use()
         try:
+            yield
+        finally:
+            # Going back by the device's number would make a context on one that this process has not touched.
+            _driver().cuCtxSetCurrent(before)
+
+    @contextlib.contextmanager
+    def within(self, stream: int) -> Iterator[None]:
+        with self.current():
+            self._check_stream(stream)
             event = self._cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(event.ptr, stream)
             self._runtime.streamWaitEvent(self.stream.ptr, event.ptr)
@@ -366,26 +378,17 @@ class CudaDevice:
             finally:
                 event.record(self.stream)
                 self._runtime.streamWaitEvent(stream, event.ptr)
-        finally:
-            self._runtime.setDevice(before)
 
     def _check_stream(self, stream: int) -> None:
         where = f"rank {self.rank}, GPU {self.index}: stream {stream:#x}"
+        allowed = f"allowed: a stream made on GPU {self.index}, such as torch.cuda.Stream() or cupy.cuda.Stream()"
         if stream in _DEFAULT_STREAMS:
-            raise UsageError(
-                f"{where} is a default one", hint="allowed: a stream made for this, which waits for no other"
-            )
-        driver = _driver()
-        context, ordinal = ctypes.c_void_p(), ctypes.c_int(-1)
-        failed = (
-            driver.cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(context))
-            or driver.cuCtxPushCurrent_v2(context)
-            or driver.cuCtxGetDevice(ctypes.byref(ordinal))
-            or driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-        )
-        if failed or ordinal.value != self.index:
-            what = "is none" if failed else f"is one of GPU {ordinal.value}"
-            raise UsageError(f"{where} {what}", hint=f"allowed: a stream of GPU {self.index}, this rank's")
+            raise UsageError(f"{where} is a default one, for which all others wait", hint=allowed)
+        context = ctypes.c_void_p()
+        if status := _driver().cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(context)):
+            raise UsageError(f"{where} cannot be asked for its context: CUresult {status}", hint=allowed)
+        if context.value != _current_context().value:
+            raise UsageError(f"{where} belongs to another GPU or context", hint=allowed)
         if self._runtime.streamIsCapturing(stream):
             raise UsageError(f"{where} is being captured", hint="allowed: calls outside of a capture, since ranks meet")
 
@@ -475,9 +478,24 @@ class CudaDevice:
 
 
 @functools.cache
-def cuda_device(rank: int) -> CudaDevice:
-    """This process's GPU as `rank`; one object, so that kernels are compiled once."""
-    return CudaDevice(rank)
+def cuda_device(rank: int, index: int | None = None) -> CudaDevice:
+    """This process's GPU as `rank`; one object, so that kernels are compiled once. `index`: as CudaDevice takes it."""
+    return CudaDevice(rank, index)
+
+
+def callers_device(rank: int) -> CudaDevice:
+    """The GPU of this process's number on the host where a launcher of MPI tells that, else the current one.
+
+    Which one is current stays. Raises CannotRunError as CudaDevice does.
+    """
+    if missing() is not None:
+        return cuda_device(rank)
+    before = _current_context()
+    told = local_rank_of(os.environ, MPI_LAUNCHERS) is not None
+    try:
+        return cuda_device(rank, None if told else int(_cupy().cuda.runtime.getDevice()))
+    finally:
+        _driver().cuCtxSetCurrent(before)
 
 
 def gpu_count() -> int:
@@ -512,6 +530,13 @@ class _LaunchConfig(ctypes.Structure):
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _EARLY = (_LaunchAttribute * 1)(_LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+
+
+def _current_context() -> ctypes.c_void_p:
+    """What the driver takes this thread's calls for; NULL before the first."""
+    context = ctypes.c_void_p()
+    _driver().cuCtxGetCurrent(ctypes.byref(context))
+    return context
 
 
 @functools.cache

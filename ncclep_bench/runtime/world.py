@@ -142,6 +142,7 @@ class MpiGroup:
 
     Waiting is polite: it tries for a moment, then naps, and takes no time from ranks that work on the same cores. With
     a deadline the absent ranks are named; after such an error the group is only good for `close` or `abort`.
+    `deadline_s`: of calls without one of their own; None: they wait for ever.
     """
 
     def __init__(self, comm: MPI.Intracomm, deadline_s: float | None = None) -> None:
@@ -155,14 +156,15 @@ class MpiGroup:
         self.members: tuple[Member, ...] = tuple(Member(host, int(pid)) for pid, _, host in fields)
         self.comm: MPI.Intracomm = comm.Dup()
         self._operations: dict[str, MPI.Op] = {}
+        self.deadline_s: float | None = None
 
     def allgather(self, data: bytes, /, deadline_s: float | None = None, operation: str = "allgather") -> list[bytes]:
         """Everybody's `data`, by rank. Raises RankError naming the ranks from which nothing came in `deadline_s`."""
-        return _exchange(self.comm, data, deadline_s, operation, self.members)
+        return _exchange(self.comm, data, deadline_s or self.deadline_s, operation, self.members)
 
     def barrier(self, deadline_s: float | None = None, operation: str = "barrier") -> None:
         """Return when all ranks have come here. Raises RankError naming those absent after `deadline_s`."""
-        if deadline_s is not None:
+        if deadline_s is not None or self.deadline_s is not None:
             self.allgather(b"", deadline_s, operation)
             return
         request = self.comm.Ibarrier()

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from ncclep_bench import EpCommunicator, EpConfig
 from ncclep_bench.ep import cuda_engine
 from ncclep_bench.ep.device_buffers import DeviceArray
-from ncclep_bench.errors import BenchError, RankError, UsageError
+from ncclep_bench.errors import BenchError, CannotRunError, RankError, UsageError
 from ncclep_bench.model.dtype import dtype_named
 from ncclep_bench.runtime.device import cuda_device
 from tests.native.cpu_device import CpuDevice
@@ -226,6 +226,7 @@ def refusals() -> None:
             (good, "is host memory, the cuda backend takes a GPU's", "__cuda_array_interface__"),
             ([1.0], "is a list"),
             (Interface(good.astype(np.float16)), "float16", "allowed: dtype float32"),
+            (Interface(good.view("V4")), "V4", "allowed: dtype float32"),
             (Interface(good[:, :8]), "allowed: ["),
             (Interface(good, offset=8), "allowed: multiples of 16"),
             (Interface(good, strides=(8 * ELEMENTS, 8)), "strides"),
@@ -258,7 +259,13 @@ def refusals() -> None:
         handle = comm.create_handle(idx, weights, stream=STREAM)
         with refused(UsageError, "tokens is float32[3, 128]", "allowed: [4, 128]"):
             handle.dispatch(Interface(np.ones((3, HIDDEN), np.float32)), stream=STREAM)
-        handle.dispatch(Interface(np.ones((4, HIDDEN), np.float32)), stream=STREAM)
+        received = handle.dispatch(Interface(np.ones((4, HIDDEN), np.float32)), stream=STREAM)
+        if len(received.tokens):
+            same = DeviceArray(received.tokens.address, (4, HIDDEN), np.float32)
+            with refused(UsageError, "out overlaps rows"):
+                handle.combine(received.tokens, same, stream=STREAM)
+            with refused(UsageError, "tokens lie where what comes in is written"):
+                handle.dispatch(same, stream=STREAM)
         with refused(UsageError, "names expert 99"):
             handle.update(Interface(np.full((4, TOP_K), 99, np.int32)), Interface(weights), stream=STREAM)
     for elements in (3, 6):
@@ -266,6 +273,25 @@ def refusals() -> None:
             EpCommunicator(WORLD, config(expert_elements=elements))
     with EpCommunicator(WORLD, config(hidden=HIDDEN)) as comm, refused(UsageError, "needs max_tokens_per_rank"):
         comm.create_handle(np.zeros((1, 1), int), np.ones((1, 1), np.float32), stream=STREAM)
+
+
+def absent() -> None:
+    """A rank without a device is told to all; one that does not come to a collective call is named."""
+
+    def none(rank: int) -> Any:
+        raise CannotRunError(f"rank {rank}: no GPU is visible", hint="buy one")
+
+    last = RANKS - 1
+    cuda_engine.device_of = none if last == RANK else lambda _: DEVICE
+    with refused(CannotRunError, f"rank {last}: no GPU is visible (buy one)"):
+        EpCommunicator(WORLD, config())
+    cuda_engine.device_of = lambda _: DEVICE
+    comm = EpCommunicator(WORLD, config(top_k=1, hidden=HIDDEN, max_tokens_per_rank=4, deadline_s=2.0))
+    if last != RANK:
+        with refused(RankError, f"rank {last}", "2.0 s"):
+            comm.create_handle(np.zeros((4, 1), int), np.ones((4, 1), np.float32), stream=STREAM)
+    WORLD.Barrier()
+    comm.destroy()
 
 
 def gone() -> None:

@@ -35,7 +35,7 @@ def build(kernels: Path, include: Path, flags: Sequence[str] = ()) -> dict[str, 
     """The shared library of every kernel file, by stem; built again only where it, a header or a flag has changed."""
     # Not where TMPDIR says, which is another for each of some tests.
     folder = Path(f"/tmp/ncclep-kernels-{os.getuid()}")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     shared = hashlib.sha256(" ".join(flags).encode())
     for header in sorted(include.rglob("*.*h")):
         shared.update(header.read_bytes())
@@ -176,6 +176,9 @@ class CpuDevice:
         early: bool,
     ) -> None:
         function(blocks, threads, shared_bytes, arguments.ctypes.data)
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def within(self, stream: int) -> Iterator[None]:

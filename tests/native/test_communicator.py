@@ -30,7 +30,8 @@ def test_calls_are_right_where_no_rank_reaches_another(mpi_run: MpiRun, program:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_rank_that_has_gone_is_named_by_the_devices_of_the_others(mpi_run: MpiRun) -> None:
-    done = mpi_run(2, "-m", "mpi4py", PROGRAM, "cpu", "gone", env={"PYTHONPATH": str(PROGRAM.parents[2])})
+@pytest.mark.parametrize("program", ["absent", "gone"])
+def test_a_rank_that_does_not_come_is_named_by_the_others(mpi_run: MpiRun, program: str) -> None:
+    done = mpi_run(2, "-m", "mpi4py", PROGRAM, "cpu", program, env={"PYTHONPATH": str(PROGRAM.parents[2])})
 
     assert done.returncode == 0, done.stderr

@@ -224,7 +224,7 @@ def test_a_wrong_setting_is_quoted(small: Scenario, setting: str, words: list[st
 def test_what_a_setting_makes_of_a_file_is_not_the_file_alone(small: Scenario) -> None:
     changed = with_overrides(with_overrides(small, ["tokens=4"]), ["top_k=99"])
     with pytest.raises(InputError, match=r"\.toml --set tokens=4 --set top_k=99: key `top_k`: value 99"):
-        expand(changed, backends=(), ranks_available=None)
+        expand(changed, backends=None, ranks_available=4)
 
 
 def test_a_reference_compares_columns_with_single_values(tmp_path: Path) -> None:

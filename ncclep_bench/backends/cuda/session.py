@@ -130,8 +130,9 @@ class CudaSession:
         self.launcher = Launcher(device, defines, early=self.blocks == device.blocks)
         group.barrier()
         self._owned: list[int] = []
-        self._told: Array | None = None
         self.fault = self.allocate(8 * _FAULT_WORDS)
+        self._told = device.host_array(8 * _FAULT_WORDS)
+        self._told[:] = 0
         parts = dict.fromkeys(("ready_flags", "done_flags"), 8 * self.size)
         self._heap = self.heap(parts, flags=dict.fromkeys(parts, 1))
         self.meet_neighbours = self.launch(
@@ -257,14 +258,11 @@ class CudaSession:
 
     def tell(self) -> None:
         """Enqueue that `check_told` hears what the device has reported up to here."""
-        if self._told is None:
-            self._told = self.device.host_array(8 * _FAULT_WORDS)
-            self._told[:] = 0
         self.device.copy(self._told.ctypes.data, self.fault, self._told.nbytes)
 
     def check_told(self) -> None:
         """Raise what has been heard from the device; waits for it only then."""
-        if self._told is not None and self._told.any():
+        if self._told.any():
             self.check()
 
     def close(self) -> None:
