@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +15,7 @@ from ncclep_bench.backends.contract import Stats, sum_of
 from ncclep_bench.backends.host.session import HostSession
 from ncclep_bench.ep.agreement import CallMismatchError, agreed_config, difference, join, odd_ranks
 from ncclep_bench.ep.buffers import Array, checked, checked_rows
+from ncclep_bench.ep.device_buffers import on_device
 from ncclep_bench.ep.engine import ENGINES, ExpertCalls
 from ncclep_bench.ep.handle import EpHandle, routing_of
 from ncclep_bench.ep.held import Held
@@ -33,8 +36,8 @@ class EpCommunicator:
     is absent, InputError (alike on all ranks) for a configuration that contradicts itself.
 
     A call that is refused (UsageError) has moved nothing and can be repeated; meanwhile the other ranks wait, and after
-    `deadline_s` raise RankError naming this one, after which only `destroy` is left. Ranks that call different things,
-    or the same with other sizes, all raise CallMismatchError.
+    `deadline_s` raise RankError naming this one, after which only `destroy` is left. Ranks that call different expert
+    collectives, or the same with other sizes, all raise CallMismatchError.
 
     `destroy`, the end of a `with` block, or dropping the last reference give back all memory, descriptors and requests;
     none waits for another rank's call, on GPUs for what has been enqueued. (To the MPI standard freeing a communicator
@@ -114,8 +117,19 @@ class EpCommunicator:
         writable, a DeviceArray must not be used any more. Raises NotEnoughSharedMemoryError with the sum, or on GPUs
         BenchError.
         """
-        whole = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._held.open_engine("empty").empty(whole, self._dtype.numpy if dtype is None else dtype)
+        engine = self._held.open_engine("empty")
+        try:
+            whole = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+            kind = self._dtype.numpy if dtype is None else np.dtype(dtype)
+        except TypeError as error:
+            raise UsageError(
+                f"rank {self.rank}: empty: {error}", hint="allowed: whole numbers, a numpy dtype"
+            ) from None
+        if min(whole, default=0) < 0 or kind.hasobject:
+            raise UsageError(
+                f"rank {self.rank}: empty: {list(whole)} of {kind}", hint="allowed: 0 and more, plain numbers"
+            )
+        return engine.empty(whole, kind)
 
     # ---- tokens ----
 
@@ -255,6 +269,11 @@ class EpCommunicator:
         shape = (self.config.num_experts,)
         if value is None:
             return np.ones(shape, bool)
+        if on_device(value):
+            raise UsageError(
+                f"{self._name(call, name)} is device memory",
+                hint="allowed: bool on the host, where ranks agree on calls",
+            )
         active = checked(value, self._name(call, name), bool)
         if active.shape != shape:
             raise UsageError(f"{self._name(call, name)} is {list(active.shape)}", hint=f"allowed: bool {list(shape)}")

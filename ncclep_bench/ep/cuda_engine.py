@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar, cast
@@ -18,9 +19,10 @@ from ncclep_bench.backends.cuda.session import CudaSession
 from ncclep_bench.backends.cuda.tokens import VEC_BYTES, Place, TokenHandle
 from ncclep_bench.backends.host.session import HostSession
 from ncclep_bench.backends.host.tokens import check_routing
+from ncclep_bench.ep.agreement import CallMismatchError
 from ncclep_bench.ep.buffers import Array, view_of
 from ncclep_bench.ep.device_buffers import DeviceArray, DeviceView, on_device, stream_address, view_of_device
-from ncclep_bench.errors import CannotRunError, UsageError
+from ncclep_bench.errors import CannotRunError, RankError, UsageError
 from ncclep_bench.model.dtype import DType, dtype_named
 from ncclep_bench.model.ep_config import EpConfig
 from ncclep_bench.model.placement import Placement
@@ -29,6 +31,7 @@ from ncclep_bench.runtime.device import Device, callers_device
 device_of: Callable[[int], Device] = callers_device
 """What runs a rank's kernels: a GPU, in tests a CPU."""
 Method = TypeVar("Method", bound=Callable[..., Any])
+Handle = TypeVar("Handle", TokenHandle, RegisteredExpertHandle)
 _MOST_LAUNCHES = 64
 """Kept for buffers that come again."""
 
@@ -56,6 +59,7 @@ class CudaEngine:
             )
         self.local: Collection[int] = sorted(set(range(session.size)) - self._session.out_of_reach)
         self._given: list[int] = []
+        self._broken: RankError | None = None
         self._open: set[CudaExpertCalls | CudaTokenCalls] = set()
         self._moved = Stats()
 
@@ -110,12 +114,21 @@ class CudaEngine:
 
     @contextlib.contextmanager
     def during(self, stream: object, call: str) -> Iterator[None]:
-        """Raises what the device has reported since, too."""
+        """Raises what the device has reported since, too, and again what has left only the end."""
+        if self._broken is not None:
+            raise RankError(self._broken.message, ranks=self._broken.ranks, hint="only destroy is left")
         address = stream_address(stream, f"rank {self._session.rank}: {call}")
         self._session.check_told()
-        with self.device.within(address):
-            yield
-        self._session.tell()
+        try:
+            with self.device.within(address):
+                yield
+        except CallMismatchError:
+            raise
+        except RankError as error:
+            self._broken = error
+            raise
+        finally:
+            self._session.tell()
 
     @_on_device
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
@@ -131,7 +144,7 @@ class CudaEngine:
         return DeviceArray(address, shape, dtype)
 
     def _allocate(self, shape: tuple[int, ...], dtype: Any) -> int:
-        return self.device.allocate(max(int(np.prod(shape)) * np.dtype(dtype).itemsize, VEC_BYTES))
+        return self.device.allocate(max(math.prod(shape) * np.dtype(dtype).itemsize, VEC_BYTES))
 
     # ---- calls ----
 
@@ -139,15 +152,15 @@ class CudaEngine:
     def experts(self, elements: int) -> CudaExpertCalls:
         block_bytes = elements * self._dtype.itemsize
         self._refuse(row_waiver(self._session.size, block_bytes))
-        handle = RegisteredExpertHandle(
-            self._session,
+        make = functools.partial(
+            RegisteredExpertHandle,
             placement=self._placement,
             block_bytes=block_bytes,
             capacity=self._config.ep_mr_cache_size,
             whole=(),
             part=(),
         )
-        calls = CudaExpertCalls(handle, self._dtype, self._leave)
+        calls = CudaExpertCalls(self._made(make), self._dtype, self._leave)
         self._open.add(calls)
         return calls
 
@@ -158,8 +171,8 @@ class CudaEngine:
         if config.max_tokens_per_rank is None:
             raise UsageError("create_handle on the cuda backend needs max_tokens_per_rank in the EpConfig")
         self._refuse(token_waiver(self._placement, config.hidden * self._dtype.itemsize, config.top_k))
-        handle = (TokenHandle if self._session.staging is None else DistantTokenHandle)(
-            self._session,
+        make = functools.partial(
+            TokenHandle if self._session.staging is None else DistantTokenHandle,
             placement=self._placement,
             top_k=config.top_k,
             hidden=config.hidden,
@@ -169,9 +182,17 @@ class CudaEngine:
             max_tokens=config.max_tokens_per_rank,
             alignment=config.alignment,
         )
-        calls = CudaTokenCalls(handle, self.check_routing, self._leave)
+        calls = CudaTokenCalls(self._made(make), self.check_routing, self._leave)
         self._open.add(calls)
         return calls
+
+    def _made(self, make: Callable[[CudaSession], Handle]) -> Handle:
+        scope = self._session.scope()
+        try:
+            return make(scope)
+        except BaseException:
+            scope.release()
+            raise
 
     def _refuse(self, reason: str | None) -> None:
         if reason is not None:
@@ -248,6 +269,7 @@ class CudaExpertCalls:
             self._leave(self)
         finally:
             self._handle.close()
+            self._handle.session.release()
 
 
 class CudaTokenCalls:
@@ -339,6 +361,7 @@ class CudaTokenCalls:
             self._leave(self)
         finally:
             self._handle.close()
+            self._handle.session.release()
 
 
 def _device_of_each(session: HostSession) -> Device:

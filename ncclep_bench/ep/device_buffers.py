@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from typing import Any
 
@@ -75,14 +76,20 @@ def view_of_device(value: object, what: str) -> Array:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _view_of_tensor(value, what)
-    interface = getattr(value, "__cuda_array_interface__", None)
-    if interface is None:
+    if not on_device(value):
         kind = "host memory" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise UsageError(f"{what} is {kind}, the cuda backend takes a GPU's", hint=_ALLOWED)
-    if interface.get("mask") is not None:
-        raise UsageError(f"{what} has a mask", hint="allowed: plain arrays")
-    address, read_only = interface["data"]
-    return _view(address, interface["shape"], interface["typestr"], interface.get("strides"), bool(read_only))
+    interface: Any = value.__cuda_array_interface__  # type: ignore[attr-defined]
+    try:
+        if interface.get("mask") is not None:
+            raise ValueError("a mask")
+        address, read_only = interface["data"]
+        return _view(address, interface["shape"], interface["typestr"], interface.get("strides"), bool(read_only))
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{what}: its __cuda_array_interface__ cannot be used: {type(error).__name__}: {error}",
+            hint="allowed: plain arrays, as the interface's version 3 describes them",
+        ) from None
 
 
 def _view_of_tensor(tensor: Any, what: str) -> Array:
@@ -105,22 +112,27 @@ class _Described:
 
 
 def _view(address: int, shape: Any, dtype: Any, strides: Any, read_only: bool) -> Array:
-    bytes_of = f"|V{np.dtype(dtype).itemsize}"
-    described = _Described(data=(address, read_only), shape=tuple(shape), typestr=bytes_of, strides=strides)
-    array: Array = np.asarray(described).view(DeviceView).view(dtype)
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise TypeError(f"dtype {kind}")
+    described = _Described(data=(address, read_only), shape=tuple(shape), typestr=f"|V{kind.itemsize}", strides=strides)
+    array: Array = np.asarray(described).view(DeviceView).view(kind)
     return array
 
 
 def stream_address(stream: object, what: str) -> int:
     """The CUDA stream that cupy, torch, cuda.core or a number name. Raises UsageError for None and anything else."""
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if callable(protocol):
-        return int(protocol()[1])
+    address: object = stream
     for name in ("cuda_stream", "ptr"):
-        if isinstance(address := getattr(stream, name, None), int):
-            return address
+        address = getattr(stream, name, address)
+    protocol = getattr(stream, "__cuda_stream__", None)
+    try:
+        if callable(protocol):
+            _, address = protocol()
+        if not isinstance(address, bool) and 0 <= (number := operator.index(address)) < 1 << 64:  # type: ignore[arg-type]
+            return number
+    except (TypeError, ValueError):
+        pass
     raise UsageError(
         f"{what}: stream is {'missing' if stream is None else f'a {type(stream).__name__}'}",
         hint="the cuda backend takes a stream of torch, cupy or cuda.core, or the address of one",

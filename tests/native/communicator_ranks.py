@@ -235,7 +235,29 @@ def refusals() -> None:
         ):
             with refused(UsageError, *words):
                 comm.all_gather_experts(value, stream=STREAM)
-        for stream, word in ((None, "stream is missing"), (0, "default"), ("7", "stream is a str")):
+        liar = Interface(good)
+        for lie in (
+            {"data": None},
+            {"data": (1 << 70, False)},
+            {"typestr": "|O"},
+            {"shape": (-1, 4)},
+            {"strides": (4,)},
+        ):
+            liar.__cuda_array_interface__ = Interface(good).__cuda_array_interface__ | lie
+            with refused(UsageError, "its __cuda_array_interface__ cannot be used"):
+                comm.all_gather_experts(liar, stream=STREAM)
+        with refused(UsageError, "needed is device memory", "allowed: bool on the host"):
+            comm.all_gather_experts(Interface(good), Interface(np.ones(EXPERTS, bool)), stream=STREAM)
+        for shape, dtype in ((-1, None), ((2.5,), None), ("ab", None), (4, object), (4, "no dtype")):
+            with refused(UsageError, "empty: "):
+                comm.empty(shape, dtype)
+        for stream, word in (
+            (None, "is missing"),
+            (0, "default"),
+            ("7", "is a str"),
+            (1 << 64, "is a int"),
+            (True, "bool"),
+        ):
             with refused(UsageError, word):
                 comm.all_gather_experts(Interface(good), stream=stream)
         whole = Interface(np.ones((EXPERTS, ELEMENTS), np.float32))
@@ -249,7 +271,7 @@ def refusals() -> None:
         for topk_idx, word in (
             (Interface(idx), "allowed: contiguous int32"),
             (idx + EXPERTS, f"names expert {EXPERTS}"),
-            (np.zeros((TOKENS + 1, TOP_K), int), f"{TOKENS + 1} tokens"),
+            (np.zeros((TOKENS + 1, TOP_K), int), f"max_tokens_per_rank, {TOKENS}"),
             (idx[:, :1], "allowed: integers [tokens, 3]"),
         ):
             with refused(UsageError, word):
@@ -309,8 +331,9 @@ def gone() -> None:
     handle.dispatch(rows, stream=STREAM)
     with refused(RankError, "rank 0 did not reach launch"):
         comm.synchronize()
-    with refused(RankError, "rank 0 did not reach launch"):
-        handle.dispatch(rows, stream=STREAM)
+    for _ in range(2):
+        with refused(RankError, "rank 0 did not reach launch"):
+            handle.dispatch(rows, stream=STREAM)
     WORLD.Barrier()
     comm.destroy()
 
@@ -337,6 +360,37 @@ def many() -> None:
     # A GPU keeps what its first kernels needed.
     assert len(set(left[4:])) == 1, left
     assert left[-1] == 0 or not isinstance(DEVICE, CpuDevice)
+
+
+def handles() -> None:
+    """Handles come and go on one communicator, and so do those that do not fit: they leave no memory of the device."""
+    fields = {"top_k": 1, "hidden": HIDDEN, "max_tokens_per_rank": 4}
+    routing, allocate = (np.zeros((4, 1), int), np.ones((4, 1), np.float32)), DEVICE.allocate
+    for layout in ("flat", "expert_major"):
+        with EpCommunicator(WORLD, config(layout=layout, **fields)) as comm:
+            before = len(DEVICE.allocations)
+            for number in range(4):
+                handle = comm.create_handle(*routing, stream=STREAM)
+                if number % 2:
+                    handle.destroy()
+                del handle
+                gc.collect()
+                assert len(DEVICE.allocations) == before
+            for place in range(0, 24, 3):
+                left = iter(range(place))
+
+                def scarce(nbytes: int, left: Iterator[int] = left) -> int:
+                    if next(left, None) is None:
+                        raise BenchError("does not fit")
+                    return int(allocate(nbytes))
+
+                DEVICE.allocate = scarce
+                with refused(BenchError, "does not fit"):
+                    comm.create_handle(*routing, stream=STREAM)
+                DEVICE.allocate = allocate
+                assert len(DEVICE.allocations) == before, place
+            comm.create_handle(*routing, stream=STREAM).destroy()
+        assert len(DEVICE.allocations) == 0
 
 
 if __name__ == "__main__":

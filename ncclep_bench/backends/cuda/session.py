@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -56,31 +58,38 @@ class Heap:
             self.offset[name] = -(-total // alignment) * alignment
             total = self.offset[name] + nbytes
         self.nbytes = -(-max(total, 1) // _ALIGNMENT) * _ALIGNMENT
-        own = device.allocate(self.nbytes)
-        for name, words in (flags or {}).items():
-            if not out_of_reach or parts[name] == 0:
-                continue
-            set_flags = np.zeros(parts[name] // 8, np.uint64)
-            set_flags.reshape(-1, group.size, words)[:, list(out_of_reach)] = _ALWAYS
-            device.write(own + self.offset[name], set_flags)
         self._peers = [rank for rank in range(group.size) if rank != group.rank and rank not in out_of_reach]
-        self.addresses = device.share(own, self.nbytes, group, self._peers)
+        self._allocated = [own := device.allocate(self.nbytes)]
         outbox_bytes = self.offset[not_in_outbox] if not_in_outbox else self.nbytes
-        self._outboxes = sorted(out_of_reach)
-        for rank in self._outboxes:
-            self.addresses[rank] = device.allocate(outbox_bytes)
+        try:
+            for name, words in (flags or {}).items():
+                if not out_of_reach or parts[name] == 0:
+                    continue
+                set_flags = np.zeros(parts[name] // 8, np.uint64)
+                set_flags.reshape(-1, group.size, words)[:, list(out_of_reach)] = _ALWAYS
+                device.write(own + self.offset[name], set_flags)
+            outboxes = {rank: device.allocate(outbox_bytes) for rank in sorted(out_of_reach)}
+            self._allocated += outboxes.values()
+            self.addresses = device.share(own, self.nbytes, group, self._peers)
+        except BaseException:
+            self._free()
+            raise
+        for rank, address in outboxes.items():
+            self.addresses[rank] = address
 
     def address(self, name: str, rank: int | None = None) -> int:
         """Where this process sees a part of its own memory, or of a peer's, or of the outbox for that peer."""
         return self.addresses[self._rank if rank is None else rank] + self.offset[name]
 
     def close(self) -> None:
-        """Unmap the peers' memory and free this rank's; peers that still map it keep it alive."""
-        own = self.addresses[self._rank]
+        """Unmap the peers' memory and free this rank's; peers that still map it keep it alive. May be called twice."""
         self._device.unshare([self.addresses[rank] for rank in self._peers])
-        for rank in self._outboxes:
-            self._device.free(self.addresses[rank])
-        self._device.free(own)
+        self._peers = []
+        self._free()
+
+    def _free(self) -> None:
+        while self._allocated:
+            self._device.free(self._allocated.pop())
 
 
 class CudaSession:
@@ -130,6 +139,8 @@ class CudaSession:
         self.launcher = Launcher(device, defines, early=self.blocks == device.blocks)
         group.barrier()
         self._owned: list[int] = []
+        self._heaps: list[Heap] = []
+        self._scopes = weakref.WeakSet[CudaSession]()
         self.fault = self.allocate(8 * _FAULT_WORDS)
         self._told = device.host_array(8 * _FAULT_WORDS)
         self._told[:] = 0
@@ -152,7 +163,7 @@ class CudaSession:
 
     def heap(self, parts: dict[str, int], *, flags: dict[str, int], not_in_outbox: str | None = None) -> Heap:
         """Memory that peers reach, with outboxes for the others; collective, arguments as Heap takes them."""
-        return Heap(
+        heap = Heap(
             self.device,
             self.group,
             parts,
@@ -160,6 +171,23 @@ class CudaSession:
             flags=flags,
             not_in_outbox=not_in_outbox,
         )
+        self._heaps.append(heap)
+        return heap
+
+    def scope(self) -> CudaSession:
+        """This session for one of its users, whose memory `release` frees; the session's end does at the latest."""
+        scope = copy.copy(self)
+        scope._owned, scope._heaps = [], []
+        self._scopes.add(scope)
+        return scope
+
+    def release(self) -> None:
+        """Free what has been allocated through this scope; waits for this rank's device alone."""
+        for heap in self._heaps:
+            heap.close()
+        for address in self._owned:
+            self.device.free(address)
+        self._heaps, self._owned = [], []
 
     def meet(self) -> None:
         """A meeting of all devices: what their streams held before is done."""
@@ -269,7 +297,5 @@ class CudaSession:
         """Free everything; waits for this rank's device alone."""
         if self.staging is not None:
             self.staging.close()
-        self._heap.close()
-        for address in self._owned:
-            self.device.free(address)
-        self._owned = []
+        for scope in (*self._scopes, self):
+            scope.release()

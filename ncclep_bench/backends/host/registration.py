@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -66,7 +67,7 @@ class Segments:
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Zeroed memory that peers reach without a copy."""
-        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         segment = Segment(nbytes, "an empty() array", self._next_serial())
         self._allocated.append(segment)
         return segment.array[:nbytes].view(dtype).reshape(shape)

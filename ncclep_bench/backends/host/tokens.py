@@ -420,7 +420,7 @@ def check_routing(
         bad = topk_idx[(topk_idx < -1) | (topk_idx >= num_experts)][0]
         raise UsageError(f"{where}topk_idx names expert {bad}", hint=f"allowed: 0 to {num_experts - 1}, or -1")
     if slots is not None and len(topk_idx) > slots:
-        raise UsageError(f"{where}{len(topk_idx)} tokens, mode ll has slots for {slots}")
+        raise UsageError(f"{where}{len(topk_idx)} tokens", hint=f"allowed: max_tokens_per_rank, {slots}")
 
 
 def _filled(messages: list[Message]) -> list[Message]:
