@@ -299,7 +299,7 @@ class CudaTokenCalls:
             else:
                 self.device.write(handle.own[name], np.ascontiguousarray(array, dtype))
         self._launches.clear()
-        handle.make_launches(len(topk_idx))
+        handle.expect(len(topk_idx))
         handle.update()
         self._received = handle.received()
         if handle.mode == "ht":

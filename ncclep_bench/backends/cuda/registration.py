@@ -116,7 +116,7 @@ class Registrations:
         """Whether peers can map the memory at an address."""
         return bool(self._device.export(self._device.allocation_of(address)))
 
-    def check(self, address: int) -> Allocation:
+    def _check(self, address: int) -> Allocation:
         """The allocation of a row. Raises UsageError where it is no memory of this device, or the row not aligned."""
         if address % VEC_BYTES:
             raise UsageError(
@@ -126,7 +126,7 @@ class Registrations:
 
     def _acquire(self, address: int, nbytes: int) -> _Registration | None:
         """None where no peer can open the memory."""
-        allocation = self.check(address)
+        allocation = self._check(address)
         with contextlib.suppress(_NoHandleError):
             # With the identity: what has been freed is never found again, whatever lies there now.
             key = (allocation.identity, address, nbytes)

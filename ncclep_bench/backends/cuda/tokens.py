@@ -278,17 +278,17 @@ class TokenHandle:
         device = self.session.device
         device.write(self.own["topk_idx"], np.ascontiguousarray(topk_idx, np.int32))
         device.write(self.own["topk_weights"], np.ascontiguousarray(topk_weights, np.float32))
-        self.make_launches(len(topk_idx))
-
-    def make_launches(self, tokens: int) -> None:
-        """For so many tokens, whose routing is on the device or will be."""
-        self.tokens = self._arguments["tokens"] = tokens
-        self.update = self._layout()
+        self.expect(len(topk_idx))
         self.dispatch = self.dispatching()
         if not self.dtype.scaled:
             self.combine = self.combining(self.own["returning"])
             arrived = self.own["out_rows"] if self.staged else self._heap.address("flat_rows")
             self.return_tokens = self.combining(arrived, weigh=not self.staged)
+
+    def expect(self, tokens: int) -> None:
+        """Make the launch `update` for so many tokens, whose routing is on the device or will be."""
+        self.tokens = self._arguments["tokens"] = tokens
+        self.update = self._layout()
 
     def _layout(self, **others: int) -> Callable[[], None]:
         """The layout, with `others` for some of its arguments; so are the next two."""
