@@ -58,6 +58,14 @@ BACKENDS = Registry(
     },
 )
 
+ENGINES = Registry(
+    "backend of EpCommunicator",
+    {
+        "host": "ncclep_bench.ep.host_engine:HostEngine",
+        "cuda": "ncclep_bench.ep.cuda_engine:CudaEngine",
+    },
+)
+
 ROUTINGS = Registry(
     "routing",
     {

@@ -17,6 +17,7 @@ import ncclep_bench.doctor.checks
 import ncclep_bench.doctor.logs
 import ncclep_bench.doctor.parsers
 import ncclep_bench.doctor.selftests
+import ncclep_bench.ep
 import ncclep_bench.reporting
 import ncclep_bench.reporting.findings
 import ncclep_bench.routing
@@ -28,6 +29,7 @@ from ncclep_bench.registry import (
     BACKENDS,
     CHECKS,
     COLLECTIVES,
+    ENGINES,
     FINDING_FORMATS,
     FORMATS,
     LOGS,
@@ -39,7 +41,7 @@ from ncclep_bench.registry import (
 from ncclep_bench.reporting.contract import Format
 from ncclep_bench.reporting.findings.contract import FindingFormat
 
-REGISTRIES = [COLLECTIVES, BACKENDS, ROUTINGS, CHECKS, SELF_TESTS, PARSERS, LOGS, FORMATS, FINDING_FORMATS]
+REGISTRIES = [COLLECTIVES, BACKENDS, ENGINES, ROUTINGS, CHECKS, SELF_TESTS, PARSERS, LOGS, FORMATS, FINDING_FORMATS]
 
 
 def members(contract: type) -> set[str]:
@@ -70,6 +72,10 @@ def is_log_family(_: str, value: Any) -> bool:
     return isinstance(value, Family)
 
 
+def is_engine(name: str, value: Any) -> bool:
+    return inspect.isclass(value) and name.endswith("Engine") and name != "Engine"
+
+
 def is_format(_: str, value: Any) -> bool:
     return isinstance(value, Format)
 
@@ -85,6 +91,7 @@ def is_routing(_: str, value: Any) -> bool:
 PLUG_INS = [
     pytest.param(COLLECTIVES, ncclep_bench.collectives, keeps(Collective), id="collectives"),
     pytest.param(BACKENDS, ncclep_bench.backends, keeps(Backend), id="backends"),
+    pytest.param(ENGINES, ncclep_bench.ep, is_engine, id="engines"),
     pytest.param(ROUTINGS, ncclep_bench.routing, is_routing, id="routings"),
     pytest.param(CHECKS, ncclep_bench.doctor.checks, is_check_family, id="checks"),
     pytest.param(SELF_TESTS, ncclep_bench.doctor.selftests, is_self_test_family, id="self-tests"),

@@ -16,13 +16,14 @@ from ncclep_bench.backends.host.session import HostSession
 from ncclep_bench.ep.agreement import CallMismatchError, agreed_config, difference, join, odd_ranks
 from ncclep_bench.ep.buffers import Array, checked, checked_rows
 from ncclep_bench.ep.device_buffers import on_device
-from ncclep_bench.ep.engine import ENGINES, ExpertCalls
+from ncclep_bench.ep.engine import Engine, ExpertCalls
 from ncclep_bench.ep.handle import EpHandle, routing_of
 from ncclep_bench.ep.held import Held
 from ncclep_bench.ep.routes import direct_topology, named_links
 from ncclep_bench.errors import UsageError
 from ncclep_bench.model.dtype import dtype_named
 from ncclep_bench.model.ep_config import EpConfig
+from ncclep_bench.registry import ENGINES
 
 _EXPERT_CALLS = ("all_gather_experts", "reduce_scatter_expert_grads")
 
@@ -83,8 +84,9 @@ class EpCommunicator:
         named_links(config.topology)
         held.session = HostSession(joined, transport=config.transport, deadline_s=deadline_s)
         joined.deadline_s = deadline_s
-        held.engine = ENGINES[config.backend](held.session, config, self.placement)
-        self.topology = direct_topology(config.topology, self.rank, self.size, tuple(held.engine.local))
+        engine: Engine = ENGINES.get(config.backend)(held.session, config, self.placement)
+        held.engine = engine
+        self.topology = direct_topology(config.topology, self.rank, self.size, tuple(engine.local))
         held.session.deadline_s = joined.deadline_s = config.deadline_s
         if config.expert_elements is not None:
             self._expert_handle(config.expert_elements)

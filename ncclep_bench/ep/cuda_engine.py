@@ -7,7 +7,8 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from ncclep_bench.runtime.device import Device, callers_device
 device_of: Callable[[int], Device] = callers_device
 """What runs a rank's kernels: a GPU, in tests a CPU."""
 Method = TypeVar("Method", bound=Callable[..., Any])
-Handle = TypeVar("Handle", TokenHandle, RegisteredExpertHandle)
+Handle = TypeVar("Handle", bound=TokenHandle | RegisteredExpertHandle)
 _MOST_LAUNCHES = 64
 """Kept for buffers that come again."""
 
@@ -219,14 +220,35 @@ class CudaEngine:
         self._given = []
 
 
-class CudaExpertCalls:
+class _Calls(Generic[Handle]):
+    """One handle's calls, and what it has moved."""
+
+    def __init__(self, handle: Handle, leave: Callable[[Any], None]) -> None:
+        """`leave` hears of the end while `stats` can still be asked."""
+        self._handle, self._leave = handle, leave
+        self.device = handle.session.device
+
+    def stats(self) -> Stats:
+        """What has been moved so far; waits for the device."""
+        wire_bytes, control_bytes = self._handle.moved()
+        return Stats(wire_bytes=wire_bytes, control_bytes=control_bytes)
+
+    @_on_device
+    def close(self) -> None:
+        try:
+            self._leave(self)
+        finally:
+            self._handle.close()
+            self._handle.session.release()
+
+
+class CudaExpertCalls(_Calls[RegisteredExpertHandle]):
     """Rows are registered where the caller has them, those that no peer can open copied into this rank's heap."""
 
-    def __init__(self, handle: RegisteredExpertHandle, dtype: DType, leave: Callable[[CudaExpertCalls], None]) -> None:
-        self._handle, self._dtype, self._leave = handle, dtype, leave
-        self._session, self.device = handle.session, handle.session.device
-        self._held = handle.placement.experts_of_rank[self._session.rank]
-        self._sums = 0
+    def __init__(self, handle: RegisteredExpertHandle, dtype: DType, leave: Callable[[Any], None]) -> None:
+        super().__init__(handle, leave)
+        self._dtype = dtype
+        self._held = handle.placement.experts_of_rank[handle.session.rank]
 
     def activate(self, active: Array) -> None:
         self._active = active
@@ -239,50 +261,28 @@ class CudaExpertCalls:
 
     def reduce_scatter(self, grads: Array, out: Array | None) -> None:
         whole = self._rows(grads)
-        mine = [whole[expert] for expert in self._held]
-        # In place, the holder of a replica may still read what a sum would take the place of.
-        aside = out is None and any(len(owners) > 1 for owners in self._handle.placement.owners)
-        sums = self._aside() if aside else mine if out is None else self._rows(out)
-        self._handle.place(whole, sums)
+        self._handle.place(whole, [whole[expert] for expert in self._held] if out is None else self._rows(out))
         self._handle.reduce(self._active, self._dtype.name)
         self._handle.run()
-        for source, target in zip(sums if aside else (), mine, strict=False):
-            self.device.copy(target, source, self._handle.block_bytes)
-
-    def _aside(self) -> list[int]:
-        if not self._sums:
-            self._sums = self._session.allocate(len(self._held) * self._handle.block_bytes)
-        return [self._sums + local * self._handle.block_bytes for local in range(len(self._held))]
 
     def _rows(self, array: Array) -> list[int]:
         return [array.ctypes.data + row * self._handle.block_bytes for row in range(len(array))]
 
     def stats(self) -> Stats:
-        """What has been moved so far; waits for the device."""
-        wire_bytes, control_bytes = self._handle.moved()
-        counters = dict(self._handle.registrations.stats.counters)
-        return Stats(wire_bytes=wire_bytes, control_bytes=control_bytes, counters=counters)
-
-    @_on_device
-    def close(self) -> None:
-        try:
-            self._leave(self)
-        finally:
-            self._handle.close()
-            self._handle.session.release()
+        return replace(super().stats(), counters=dict(self._handle.registrations.stats.counters))
 
 
-class CudaTokenCalls:
+class CudaTokenCalls(_Calls[TokenHandle]):
     """Kernels read the caller's rows where they lie; what has come is handed out where it came to."""
 
     def __init__(
         self,
         handle: TokenHandle,
         check_routing: Callable[[Array, Array], None],
-        leave: Callable[[CudaTokenCalls], None],
+        leave: Callable[[Any], None],
     ) -> None:
-        self._handle, self._check_routing, self._leave = handle, check_routing, leave
-        self.device = handle.session.device
+        super().__init__(handle, leave)
+        self._check_routing = check_routing
         self._received: dict[str, Place] = {}
         self._launches: dict[tuple[str, int, int], Callable[[], None]] = {}
 
@@ -349,19 +349,6 @@ class CudaTokenCalls:
                 self._launches.clear()
             self._launches[key] = prepare()
         self._launches[key]()
-
-    def stats(self) -> Stats:
-        """What has been moved so far; waits for the device."""
-        wire_bytes, control_bytes = self._handle.moved()
-        return Stats(wire_bytes=wire_bytes, control_bytes=control_bytes)
-
-    @_on_device
-    def close(self) -> None:
-        try:
-            self._leave(self)
-        finally:
-            self._handle.close()
-            self._handle.session.release()
 
 
 def _device_of_each(session: HostSession) -> Device:

@@ -49,6 +49,7 @@ class ExpertHandle:
         self._sums = session.allocate(8 * max(experts_held, 1))
         self._crossing = self._crossed_bytes = 0
         self._inbox = self._from_inbox_bytes = 0
+        self._aside = 0
         self._late: dict[int, int] = {}
         """By expert, where a sum waits until its place may be written."""
         self.run: Callable[[], None]
@@ -118,13 +119,7 @@ class ExpertHandle:
 
     def reduce(self, has_gradient: BoolArray, dtype: str) -> None:
         """Make the launch `run` that reads and adds up the gradients of this rank's experts."""
-        held, owners = self.placement.experts_of_rank[self.session.rank], self.placement.owners
-        # In place, another owner may still read a row: the sum takes its place only after everybody has read.
-        shared = [expert for expert in held if self.in_place and len(owners[expert]) > 1]
-        if shared and not self._late:
-            first = self.session.allocate(len(shared) * self.block_bytes)
-            self._late = {expert: first + place * self.block_bytes for place, expert in enumerate(shared)}
-        moves = _joined([(at, self._whole(expert), 0) for expert, at in self._late.items()], self.block_bytes)
+        moves = _joined(self._late_moves(), self.block_bytes)
         self._bind_terms(has_gradient)
         add = self._adding(dtype)
 
@@ -134,6 +129,22 @@ class ExpertHandle:
                 self.session.device.copy(target, source, nbytes)
 
         self.run = self._reduce_around(has_gradient, reduce)
+
+    def _late_moves(self) -> list[tuple[int, int, int]]:
+        """Give sums that must wait a place; the copies that end it.
+
+        In place, another owner may still read a row: the sum takes its place only after everybody has read.
+        """
+        held, owners = self.placement.experts_of_rank[self.session.rank], self.placement.owners
+        shared = [
+            expert
+            for local, expert in enumerate(held)
+            if len(owners[expert]) > 1 and self._held(local, expert) == self._whole(expert)
+        ]
+        if shared and not self._aside:
+            self._aside = self.session.allocate(len(held) * self.block_bytes)
+        self._late = {expert: self._aside + place * self.block_bytes for place, expert in enumerate(shared)}
+        return [(at, self._whole(expert), 0) for expert, at in self._late.items()]
 
     def _adding(self, dtype: str) -> Launch:
         return self._launch(f"add_blocks_{dtype}", len(self.placement.experts_of_rank[self.session.rank]))
@@ -314,12 +325,14 @@ class RegisteredExpertHandle(ExpertHandle):
             for expert in map(int, np.flatnonzero(has_gradient[self.session.rank]))
             if elsewhere.intersection(self.placement.owners[expert])
         ]
-        launch = self._adding(dtype)
+        launch, moves = self._adding(dtype), self._late_moves()
 
         def add() -> None:
             self._publish([(expert, self.whole[expert]) for expert in read], "reduce_scatter_expert_grads")
             self._bind_terms(has_gradient)
             launch()
+            for source, target, _ in moves:
+                self.session.device.copy(target, source, self.block_bytes)
             self.registrations.release()
 
         self.run = self._reduce_around(has_gradient, add)
