@@ -250,11 +250,13 @@ def _fabric(gpu: GpuState) -> dict[str, str]:
     if not isinstance(gpu.fabric, Fabric):
         return {"fabric/state": "N/A", "fabric/status": gpu.fabric.reason}
     fabric = gpu.fabric
+    # The others say something only of a registration that has ended.
+    ended = _STATE(fabric.state) == "Completed"
     return {
         "fabric/state": _STATE(fabric.state),
-        "fabric/status": fabric.status,
-        "fabric/cliqueid": str(fabric.clique),
-        "fabric/clusteruuid": fabric.cluster,
+        "fabric/status": fabric.status if ended else "N/A",
+        "fabric/cliqueid": str(fabric.clique) if ended else "N/A",
+        "fabric/clusteruuid": fabric.cluster if ended else "N/A",
         "fabric/health/summary": _SUMMARY(fabric.summary),
         "fabric/health/incorrect configuration": _CONFIGURATION(fabric.configuration),
         **{f"fabric/health/{_HEALTH[name][0]}": _HEALTH[name][1](value) for name, value in fabric.health.items()},

@@ -55,6 +55,10 @@ class EpCommunicator:
     ranks' streams hold before a call may take them `deadline_s` apart at most. What the GPU reports, such as a peer
     that does not come, is raised at a later call, or by `synchronize`, after which only `destroy` is left. Results are
     DeviceArrays; making a new one, or dropping it, waits for the GPU: `out` saves that.
+
+    There a handle's `dispatch`, `combine` and, in mode `ll` with a routing on the GPU, `update` can be captured into a
+    CUDA graph, by all ranks alike: replays take what the same buffers then hold. All ranks replay it equally often, in
+    the same order among their other calls, and not after the handle's end.
     """
 
     def __init__(self, group: object, ep_config: EpConfig) -> None:
@@ -173,13 +177,14 @@ class EpCommunicator:
         rows = experts if in_place else held
         elements = self._elements(call, "params", source, rows)
         source = checked_rows(source, self._name(call, "params"), rows, elements)
-        if target is None:
-            out = engine.zeros((experts, elements), self._dtype.numpy)
-            target = self._buffer(call, "out", out)
-        target = checked_rows(target, self._name(call, "out"), experts, elements)
-        if not in_place:
-            self._check_apart(call, source, "params", target, "out")
+        if target is not None:
+            target = checked_rows(target, self._name(call, "out"), experts, elements)
+            if not in_place:
+                self._check_apart(call, source, "params", target, "out")
         with engine.during(stream, call):
+            if target is None:
+                out = engine.zeros((experts, elements), self._dtype.numpy)
+                target = self._buffer(call, "out", out)
             self._agree(call, elements, active, in_place).all_gather(source, target, in_place=in_place)
         return out
 
@@ -201,16 +206,17 @@ class EpCommunicator:
         source = self._buffer(call, "grads", grads)
         elements = self._elements(call, "grads", source, experts)
         source = checked_rows(source, self._name(call, "grads"), experts, elements)
-        if out is None:
-            out = engine.zeros((held, elements), self._dtype.numpy)
-        target = self._buffer(call, "out", out, writable=True)
-        in_place = _same_memory(source, target)
-        if not in_place:
+        target = None if out is None else self._buffer(call, "out", out, writable=True)
+        in_place = target is not None and _same_memory(source, target)
+        if target is not None and not in_place:
             target = checked_rows(target, self._name(call, "out"), held, elements)
             in_place = self._check_apart(call, target, "out", source, "grads")
         if in_place and not source.flags.writeable:
             raise UsageError(f"{self._name(call, 'grads')} is read-only", hint="allowed in place: writable memory")
         with engine.during(stream, call):
+            if target is None:
+                out = engine.zeros((held, elements), self._dtype.numpy)
+                target = self._buffer(call, "out", out)
             self._agree(call, elements, active, False).reduce_scatter(source, None if in_place else target)
         return out
 
@@ -224,7 +230,9 @@ class EpCommunicator:
             if self.config.expert_elements is None:
                 raise UsageError("warmup_all_gather_experts needs params, or expert_elements in the EpConfig")
             shape = (len(self.local_experts), self.config.expert_elements)
-            params = self._held.open_engine("warmup_all_gather_experts").zeros(shape, self._dtype.numpy)
+            engine = self._held.open_engine(call := "warmup_all_gather_experts")
+            with engine.during(stream, call):
+                params = engine.zeros(shape, self._dtype.numpy)
         needed = np.zeros(self.config.num_experts, bool)
         needed[[experts[0] for experts in self.placement.experts_of_rank if experts]] = True
         self.all_gather_experts(params, needed, out, stream=stream)

@@ -35,6 +35,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Handle = TypeVar("Handle", bound=TokenHandle | RegisteredExpertHandle)
 _MOST_LAUNCHES = 64
 """Kept for buffers that come again."""
+_CAPTURED = ("update", "dispatch", "combine")
+"""Calls in which the host takes no part, so that a graph can hold them."""
 
 
 def _on_device(method: Method) -> Method:
@@ -122,22 +124,46 @@ class CudaEngine:
         self._session.check_told()
         try:
             with self.device.within(address):
+                self._check_captured(call)
                 yield
         except CallMismatchError:
             raise
         except RankError as error:
             self._broken = error
             raise
-        finally:
-            self._session.tell()
+
+    def _check_captured(self, call: str) -> None:
+        if not self.device.capturing():
+            return
+        rank = self._session.rank
+        if call not in _CAPTURED:
+            raise UsageError(
+                f"rank {rank}: {call} in a stream that is being captured", hint=f"allowed: {', '.join(_CAPTURED)}"
+            )
+        if self._session.staging is not None:
+            raise UsageError(
+                f"rank {rank}: {call} in a stream that is being captured, with ranks out of reach",
+                hint="the host takes part in what goes there; allowed: calls outside of a capture",
+            )
 
     @_on_device
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        if self.device.capturing():
+            raise UsageError(
+                f"rank {self._session.rank}: a new array in a stream that is being captured", hint="allowed: give out"
+            )
         address = self._allocate(shape, dtype)
         array = DeviceArray(address, shape, dtype)
-        # Freeing waits for all that the GPU still does, the caller's kernels too.
-        weakref.finalize(array, self.device.free, address)
+        weakref.finalize(array, self._free, address)
         return array
+
+    def _free(self, address: int) -> None:
+        """Waits for all that the GPU still does, the caller's kernels too; during a capture, which that would break,
+        the end of the communicator frees."""
+        if self.device.capturing():
+            self._given.append(address)
+        else:
+            self.device.free(address)
 
     @_on_device
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
@@ -283,6 +309,7 @@ class CudaTokenCalls(_Calls[TokenHandle]):
     ) -> None:
         super().__init__(handle, leave)
         self._check_routing = check_routing
+        self._expected = -1
         self._received: dict[str, Place] = {}
         self._launches: dict[tuple[str, int, int], Callable[[], None]] = {}
 
@@ -293,13 +320,21 @@ class CudaTokenCalls(_Calls[TokenHandle]):
         """
         self._check_routing(topk_idx, topk_weights)
         handle = self._handle
+        if self.device.capturing():
+            where = f"rank {handle.session.rank}: update in a stream that is being captured"
+            if handle.mode == "ht":
+                raise UsageError(f"{where} in mode ht, which waits for counts", hint="allowed: mode ll")
+            if not isinstance(topk_idx, DeviceView) or not isinstance(topk_weights, DeviceView):
+                raise UsageError(f"{where} of a routing on the host", hint="allowed: int32 and float32 on the GPU")
         for name, array, dtype in (("topk_idx", topk_idx, np.int32), ("topk_weights", topk_weights, np.float32)):
             if isinstance(array, DeviceView):
                 self.device.copy(handle.own[name], array.ctypes.data, array.nbytes)
             else:
                 self.device.write(handle.own[name], np.ascontiguousarray(array, dtype))
-        self._launches.clear()
-        handle.expect(len(topk_idx))
+        if len(topk_idx) != self._expected:
+            self._launches.clear()
+            handle.expect(len(topk_idx))
+            self._expected = len(topk_idx)
         handle.update()
         self._received = handle.received()
         if handle.mode == "ht":

@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Raise UsageError for what `update` would refuse."""
 
     def during(self, stream: object, call: str) -> contextlib.AbstractContextManager[None]:
-        """Where a call's work is enqueued; raises UsageError for a stream that cannot be used."""
+        """Where a call's work is enqueued and new arrays are made; raises UsageError for a stream of another kind."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array of the caller's."""

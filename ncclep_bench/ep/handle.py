@@ -99,11 +99,11 @@ class EpHandle:
         """
         handle, engine = self._ready("combine")
         array = checked(rows, self._name("combine", "rows"), self._dtype.numpy, view=engine.view)
-        if out is None:
-            assert self._communicator.config.hidden is not None
-            out = engine.zeros((self._count, self._communicator.config.hidden), self._dtype.numpy)
-        target = checked(out, self._name("combine", "out"), self._dtype.numpy, writable=True, view=engine.view)
         with engine.during(stream, "combine"):
+            if out is None:
+                assert self._communicator.config.hidden is not None
+                out = engine.zeros((self._count, self._communicator.config.hidden), self._dtype.numpy)
+            target = checked(out, self._name("combine", "out"), self._dtype.numpy, writable=True, view=engine.view)
             handle.combine(array, target)
         return out
 

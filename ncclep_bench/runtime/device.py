@@ -121,9 +121,12 @@ class Device(Protocol):
     def within(self, stream: int) -> AbstractContextManager[None]:
         """What is enqueued inside comes after what a stream of the user's holds, and before what it gets afterwards.
 
-        The device is current inside. Raises UsageError for a default stream, one of another device or context, and one
-        that is being captured; an address that is no stream's cannot be told.
+        The device is current inside. Raises UsageError for a default stream, and one of another device or context; an
+        address that is no stream's cannot be told.
         """
+
+    def capturing(self) -> bool:
+        """Whether what is enqueued becomes part of a graph of the user's, which runs later and any number of times."""
 
     def synchronize(self) -> None:
         """Return when everything enqueued is done."""
@@ -389,8 +392,9 @@ class CudaDevice:
             raise UsageError(f"{where} cannot be asked for its context: CUresult {status}", hint=allowed)
         if context.value != _current_context().value:
             raise UsageError(f"{where} belongs to another GPU or context", hint=allowed)
-        if self._runtime.streamIsCapturing(stream):
-            raise UsageError(f"{where} is being captured", hint="allowed: calls outside of a capture, since ranks meet")
+
+    def capturing(self) -> bool:
+        return bool(self._runtime.streamIsCapturing(self.stream.ptr))
 
     def synchronize(self) -> None:
         self.stream.synchronize()

@@ -148,6 +148,13 @@ def test_values_that_a_gpu_does_not_have_are_not_available_and_not_zero(live: Li
     assert fields["remapped rows/pending"] == "No"
 
 
+def test_what_a_fabric_gives_at_the_end_is_not_available_before(live: Live):
+    (fields, _) = (gpu["fields"] for gpu in live("joining").read("gpus.query", list[dict[str, Any]]))
+
+    assert fields["fabric/state"] == "In Progress"
+    assert fields["fabric/status"] == fields["fabric/cliqueid"] == fields["fabric/clusteruuid"] == "N/A"
+
+
 def test_a_model_of_no_profile_is_neither_healthy_nor_ill(live: Live):
     facts = live("novel")
     (finding,) = [f for f in run_checks(all_checks(), facts) if f.code == "NVL001"]

@@ -248,6 +248,15 @@ def test_a_link_out_of_a_captured_folder_is_not_followed(tmp_path: Path):
     assert facts.get("job.settings", list[Any]) in (None, [])
 
 
+def test_the_matrix_of_a_machine_with_one_gpu_is_read(tmp_path: Path):
+    text = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n"
+    (tmp_path / "topo.txt").write_text(text)
+
+    (facts,) = read_recorded([tmp_path / "topo.txt"]).documents
+
+    assert [matrix["paths"] for matrix in facts.read("gpus.topology", list[Any])] == [{"GPU0": {"GPU0": "X"}}]
+
+
 def test_a_healthy_machine_of_two_h200_is_clean():
     (facts,) = read_recorded([H200X2]).documents
     verdicts = {finding.code: finding.verdict for finding in run_checks(all_checks(), facts)}

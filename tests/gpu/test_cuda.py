@@ -34,8 +34,12 @@ def test_every_kind_of_case_is_right_when_each_release_and_acquire_dawdles(mpi_r
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("program", ["experts", "layers", "scaled", "refusals", "many", "gone"])
+@pytest.mark.parametrize(
+    "program", ["experts", "layers", "scaled", "refusals", "captured", "ordered", "tensors", "many", "gone"]
+)
 def test_the_calls_of_a_communicator_are_right_and_refusals_say_why(mpi_run: MpiRun, ranks: int, program: str) -> None:
+    if program == "tensors":
+        pytest.importorskip("torch")
     ranks_program = HERE.parent / "native" / "communicator_ranks.py"
     env = {"PYTHONPATH": str(HERE.parents[1])}
     done = mpi_run(ranks, "-m", "mpi4py", ranks_program, "gpu", program, env=env, deadline_s=300)

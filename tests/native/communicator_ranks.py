@@ -216,6 +216,78 @@ def scaled() -> None:
             handle.combine(Interface(rows), Interface(rows), stream=STREAM)
 
 
+class Graph:
+    """What is enqueued inside of it; `replay` runs it, and waits."""
+
+    def __enter__(self) -> Graph:
+        if isinstance(DEVICE, CpuDevice):
+            self._recording = DEVICE.recording()
+            self._run = self._recording.__enter__()
+        else:
+            STREAM.begin_capture()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if isinstance(DEVICE, CpuDevice):
+            self._recording.__exit__(*error)
+        else:
+            graph = STREAM.end_capture()
+            self._run = lambda: graph.launch(STREAM)
+
+    def replay(self) -> None:
+        self._run()
+        if not isinstance(DEVICE, CpuDevice):
+            STREAM.synchronize()
+
+
+def captured() -> None:
+    """A graph of a handle's calls takes what the same buffers hold when it is replayed, also between other calls."""
+    for mode, layout in (("ht", "flat"), ("ht", "expert_major"), ("ll", "rank_major"), ("ll", "expert_major")):
+        fields = {"top_k": TOP_K, "hidden": HIDDEN, "mode": mode, "layout": layout, "max_tokens_per_rank": TOKENS}
+        rng = np.random.default_rng(RANK)
+        with EpCommunicator(WORLD, config(**fields, expert_elements=ELEMENTS)) as comm:
+            topk_idx = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+            weights = rng.integers(1, 4, topk_idx.shape).astype(np.float32) / 4
+            idx, factors = Interface(topk_idx), Interface(weights)
+            rows = Interface(np.zeros((TOKENS, HIDDEN), np.float32))
+            out = Interface(np.zeros((TOKENS, HIDDEN), np.float32))
+            handle = comm.create_handle(topk_idx, weights, stream=STREAM)
+            dropped = handle.combine(handle.dispatch(rows, stream=STREAM).tokens, stream=STREAM)
+            with Graph() as graph:
+                with refused(UsageError, "all_gather_experts in a stream that is being captured", "allowed: update, "):
+                    comm.warmup_all_gather_experts(stream=STREAM)
+                with refused(UsageError, "create_handle in a stream that is being captured"):
+                    comm.create_handle(topk_idx, weights, stream=STREAM)
+                with refused(UsageError, "in mode ht" if mode == "ht" else "of a routing on the host"):
+                    handle.update(topk_idx, weights, stream=STREAM)
+                if mode == "ll":
+                    handle.update(idx, factors, stream=STREAM)
+                received = handle.dispatch(rows, stream=STREAM)
+                with refused(UsageError, "a new array in a stream that is being captured", "give out"):
+                    handle.combine(received.tokens, stream=STREAM)
+                handle.combine(received.tokens, out, stream=STREAM)
+                del dropped
+                gc.collect()
+            for draw in range(4):
+                if mode == "ll":
+                    topk_idx = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+                    topk_idx[rng.random(topk_idx.shape) < 0.2] = -1
+                DEVICE.write(idx.address, topk_idx)
+                for replays in (True, draw != 2):
+                    sent = integers(10 * draw + replays, (TOKENS, HIDDEN), np.float32)
+                    DEVICE.write(rows.address, sent)
+                    DEVICE.write(out.address, np.full_like(sent, 99))
+                    if replays:
+                        graph.replay()
+                    else:
+                        handle.combine(handle.dispatch(rows, stream=STREAM).tokens, out, stream=STREAM)
+                    here = np.where(topk_idx >= 0, topk_idx // 4, -1)
+                    ranks = np.stack([(here == rank).any(axis=1) for rank in range(RANKS)]).sum(axis=0)
+                    share = np.where(topk_idx >= 0, weights, 0).sum(axis=1) if layout == "expert_major" else ranks
+                    np.testing.assert_array_equal(contents(out), sent * share[:, None])
+            comm.synchronize()
+
+
 def refusals() -> None:
     """What cannot be used is told before anything moves, and the call can be repeated."""
     fields = {"expert_elements": ELEMENTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
@@ -356,7 +428,10 @@ def many() -> None:
         del comm, handle, out
         gc.collect()
         DEVICE.free(params)
+        # Ranks may share a GPU.
+        WORLD.Barrier()
         left.append(len(DEVICE.allocations) if isinstance(DEVICE, CpuDevice) else DEVICE.free_bytes())
+        WORLD.Barrier()
     # A GPU keeps what its first kernels needed.
     assert len(set(left[4:])) == 1, left
     assert left[-1] == 0 or not isinstance(DEVICE, CpuDevice)
@@ -391,6 +466,100 @@ def handles() -> None:
                 assert len(DEVICE.allocations) == before, place
             comm.create_handle(*routing, stream=STREAM).destroy()
         assert len(DEVICE.allocations) == 0
+
+
+# ---- programs for GPUs alone ----
+
+
+def ordered() -> None:
+    """Calls return while the caller's stream is busy, and come between what it holds and what it gets afterwards."""
+    import cupy
+
+    busy = cupy.RawKernel(
+        'extern "C" __global__ void busy(long long ns) {'
+        'long long start, now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));'
+        'do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns); }',
+        "busy",
+    )
+    busy.compile()
+    for mode, layout in (("ht", "flat"), ("ll", "expert_major")):
+        fields = {"top_k": TOP_K, "hidden": HIDDEN, "mode": mode, "layout": layout, "max_tokens_per_rank": TOKENS}
+        with EpCommunicator(WORLD, config(**fields, expert_elements=ELEMENTS)) as comm, STREAM:
+            topk_idx = np.argsort(np.random.default_rng(RANK).random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K]
+            ranks = np.stack([(topk_idx // 4 == rank).any(axis=1) for rank in range(RANKS)]).sum(axis=0)
+            handle = comm.create_handle(topk_idx, np.ones(topk_idx.shape, np.float32), stream=STREAM)
+            rows = cupy.zeros((TOKENS, HIDDEN), np.float32)
+            out = cupy.empty_like(rows)
+            params = cupy.empty((len(comm.local_experts), ELEMENTS), np.float32)
+            whole = cupy.empty((EXPERTS, ELEMENTS), np.float32)
+            handle.combine(handle.dispatch(rows, stream=STREAM).tokens, out, stream=STREAM)
+            # cupy compiles what fills and copies at its first use.
+            out.copy().fill(1)
+            for value in (3, 5):
+                WORLD.Barrier()
+                busy((1,), (1,), (np.int64(300_000_000),))
+                rows.fill(value)
+                received = handle.dispatch(rows, stream=STREAM)
+                rows.fill(99)
+                handle.combine(cupy.asarray(received.tokens), out, stream=STREAM)
+                assert not STREAM.done
+                kept = out.copy()
+                out.fill(99)
+                params.fill(value + RANK)
+                comm.all_gather_experts(params, None, whole, stream=STREAM)
+                params.fill(99)
+                gathered = whole.copy()
+                STREAM.synchronize()
+                share = TOP_K if layout == "expert_major" else ranks[:, None]
+                np.testing.assert_array_equal(kept.get(), np.broadcast_to(value * share, kept.shape))
+                truth = np.repeat(value + np.arange(EXPERTS) // 4, ELEMENTS).reshape(EXPERTS, ELEMENTS)
+                np.testing.assert_array_equal(gathered.get(), truth)
+
+
+def tensors() -> None:
+    """Tensors of torch in, what it makes of the results out, launched and in its graphs."""
+    import torch
+
+    torch.cuda.set_device(DEVICE.index)
+    stream, bfloat16 = torch.cuda.Stream(), torch.bfloat16
+    shape = (TOKENS, HIDDEN)
+    fields = {"top_k": TOP_K, "hidden": HIDDEN, "mode": "ll", "layout": "expert_major", "dtype": "bfloat16"}
+    with EpCommunicator(WORLD, config(**fields, max_tokens_per_rank=TOKENS)) as comm, torch.cuda.stream(stream):
+        generator = torch.Generator("cuda").manual_seed(RANK)
+        scores = torch.rand((TOKENS, EXPERTS), device="cuda", generator=generator)
+        weights, topk_idx = (part.contiguous() for part in scores.topk(TOP_K))
+        idx = topk_idx.to(torch.int32)
+        rows, out = torch.ones(shape, device="cuda", dtype=bfloat16), torch.zeros(shape, device="cuda", dtype=bfloat16)
+        with refused(UsageError, "topk_idx on the device is int64"):
+            comm.create_handle(topk_idx, weights, stream=stream)
+        handle = comm.create_handle(idx, weights, stream=stream)
+        graph = torch.cuda.CUDAGraph()
+
+        def pair() -> None:
+            handle.update(idx, weights, stream=stream)
+            came = torch.as_tensor(handle.dispatch(rows, stream=stream).tokens.view("int16"), device="cuda")
+            handle.combine(came.view(bfloat16) * 2, out, stream=stream)
+
+        pair()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            pair()
+        for draw in range(4):
+            scores = torch.rand((TOKENS, EXPERTS), device="cuda", generator=generator)
+            weights.copy_(scores.topk(TOP_K).values)
+            idx.copy_(scores.topk(TOP_K).indices)
+            rows.copy_(torch.randint(-8, 9, shape, device="cuda", generator=generator))
+            out.fill_(99)
+            if draw == 2:
+                pair()
+            else:
+                graph.replay()
+            expected = rows.float() * weights.sum(dim=1, keepdim=True) * 2
+            torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.05)
+        comm.synchronize()
+        with refused(UsageError, "is a default one"):
+            handle.dispatch(rows, stream=torch.cuda.default_stream())
+        del graph
 
 
 if __name__ == "__main__":

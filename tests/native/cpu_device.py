@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,7 @@ class CpuDevice:
         self._identities = itertools.count(1)
         self.mapped: dict[int, bytes] = {}
         """What `map` has given and `unshare` has not taken back."""
+        self._recorded: list[Callable[[], object]] | None = None
 
     def allocate(self, nbytes: int) -> int:
         file = SharedFile.create(nbytes, "a device's memory", alignment=4096)
@@ -99,6 +100,7 @@ class CpuDevice:
 
     def free(self, address: int) -> None:
         """Its mappings elsewhere keep what it held, as those of a GPU do, and the next may get its address."""
+        self.synchronize()
         memory = self._memory.pop(address)
         memory.mapping.close()
         memory.file.close()
@@ -142,16 +144,24 @@ class CpuDevice:
             self.free(address)
 
     def write(self, address: int, array: Array) -> None:
+        self.synchronize()
         ctypes.memmove(address, array.ctypes.data, array.nbytes)
 
     def read(self, address: int, array: Array) -> None:
+        self.synchronize()
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         ctypes.memset(address, byte, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(target, source, nbytes)
+        self._enqueue(lambda: ctypes.memmove(target, source, nbytes))
+
+    def _enqueue(self, work: Callable[[], object]) -> None:
+        if self._recorded is None:
+            work()
+        else:
+            self._recorded.append(work)
 
     def function(self, source: Path, include: Path, name: str, defines: Sequence[str]) -> Any:
         flags = (*self._flags, *(f"-D{define}" for define in defines))
@@ -175,7 +185,7 @@ class CpuDevice:
         *,
         early: bool,
     ) -> None:
-        function(blocks, threads, shared_bytes, arguments.ctypes.data)
+        self._enqueue(lambda: function(blocks, threads, shared_bytes, arguments.ctypes.data))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -186,8 +196,22 @@ class CpuDevice:
             raise UsageError(f"stream {stream:#x} is a default one")
         yield
 
+    def capturing(self) -> bool:
+        return self._recorded is not None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Callable[[], None]]:
+        """What is enqueued inside does not run; calling the result runs it, as a graph's replay does."""
+        recorded: list[Callable[[], object]] = []
+        self._recorded = recorded
+        try:
+            yield lambda: [work() for work in recorded] and None
+        finally:
+            self._recorded = None
+
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Nothing is ever under way; as with a GPU, nobody can wait for what is only recorded."""
+        assert self._recorded is None, "waits during a capture"
 
     def host_array(self, nbytes: int) -> Array:
         return np.empty(nbytes, np.uint8)

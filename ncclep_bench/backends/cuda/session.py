@@ -20,7 +20,7 @@ from ncclep_bench.runtime.world import MpiGroup
 
 Array = npt.NDArray[Any]
 
-_STATE_WORDS, _FAULT_WORDS = 4, 5
+_STATE_WORDS, _FAULT_WORDS = 4, 6
 _PEER_LATE, _EXPERT_OUT_OF_RANGE = 1, 2
 _ALIGNMENT, _LARGE_ALIGNMENT = 256, 2 << 20
 _WORD_BYTES = 16
@@ -141,9 +141,11 @@ class CudaSession:
         self._owned: list[int] = []
         self._heaps: list[Heap] = []
         self._scopes = weakref.WeakSet[CudaSession]()
-        self.fault = self.allocate(8 * _FAULT_WORDS)
-        self._told = device.host_array(8 * _FAULT_WORDS)
+        self._told = device.host_array(8)
         self._told[:] = 0
+        fault = np.zeros(_FAULT_WORDS, np.uint64)
+        fault[-1] = self._told.ctypes.data
+        self.fault = self.upload(fault)
         parts = dict.fromkeys(("ready_flags", "done_flags"), 8 * self.size)
         self._heap = self.heap(parts, flags=dict.fromkeys(parts, 1))
         self.meet_neighbours = self.launch(
@@ -284,12 +286,8 @@ class CudaSession:
                 f"rank {self.rank}: topk_idx names expert {expert}", hint="allowed: the experts of the case, or -1"
             )
 
-    def tell(self) -> None:
-        """Enqueue that `check_told` hears what the device has reported up to here."""
-        self.device.copy(self._told.ctypes.data, self.fault, self._told.nbytes)
-
     def check_told(self) -> None:
-        """Raise what has been heard from the device; waits for it only then."""
+        """Raise what the device has reported so far; waits for it only then."""
         if self._told.any():
             self.check()
 

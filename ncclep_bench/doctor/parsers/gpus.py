@@ -89,7 +89,11 @@ def topology(lines: Sequence[Line]) -> Parsed:
     names: dict[str, str] = {}
     for line in lines:
         words = line.text.split()
-        if words and words[0].upper() != "X" and len(words) > 1 and all(map(_DEVICE.fullmatch, words[:2])):
+        if (
+            len(words) > 1
+            and _DEVICE.fullmatch(words[0])
+            and (_DEVICE.fullmatch(words[1]) or words[1:3] == ["CPU", "Affinity"])
+        ):
             columns = [word for word in words if _DEVICE.fullmatch(word)]
             if columns and columns[-1].upper() == "GPU":
                 columns.pop()

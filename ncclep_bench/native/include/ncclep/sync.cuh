@@ -21,7 +21,8 @@ struct Fault {
     u64 rank;
     u64 value;
     u64 claims;
-    u64 late;  // a deadline has passed: nothing here waits any more
+    u64 late;   // a deadline has passed: nothing here waits any more
+    u64* told;  // a word of the host's that says when there is one
 };
 
 constexpr u64 kPeerLate = 1, kExpertOutOfRange = 2;
@@ -31,6 +32,7 @@ __device__ inline void raise_fault(Fault* fault, u64 code, u64 rank, u64 value) 
     fault->rank = rank;
     fault->value = value;
     store_release(&fault->code, code);
+    store_release(fault->told, code);
 }
 
 struct Waiting {
