@@ -59,7 +59,13 @@ def and_not_early(shapes: dict[str, Shape]) -> dict[str, Shape]:
 
 
 SHAPES: dict[str, dict[str, Shape]] = {
-    "ll": and_not_early({"as now": Shape(), **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 1), (1, 2, 4, 7, 14)))}),
+    "ll": and_not_early(
+        {
+            "as now": Shape(),
+            "dispatch with 16 warps": Shape(DISPATCH["ll"]._replace(threads=1)),
+            **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 1), (1, 2, 4, 7, 14))),
+        }
+    ),
     "ht": {
         **and_not_early({"as now": Shape()}),
         **dict(splits((1 / 8, 1 / 4, 3 / 8, 1), (4, 7, 14, 28))),

@@ -150,8 +150,8 @@ FAULTS = {
     "a choice is ranked among the wrong tokens": (
         "layout.cu",
         "dispatch expert_major",
-        "(int)base[bin] + count_bits(mine[bin] & lower);\n        }",
-        "(int)base[bin] + count_bits(mine[bin] & lower >> 1);\n        }",
+        "within = (int)base[bin] + count_bits(mine[bin] & lower);",
+        "within = (int)base[bin] + count_bits(mine[bin] & lower >> 1);",
         ALWAYS,
     ),
     "counts are read before everybody has counted": (
@@ -248,12 +248,12 @@ FAULTS = {
     "a piece with blank words is announced too soon": (
         "dispatch_expert.cu",
         f"dispatch expert_major ll hidden=4096 {FEW_TOKENS}",
-        "    Lying from;\n    copy_piece(",
+        "    Lying from;\n    copy_piece<kLoads>(",
         "    Lying from;\n"
         "    if (lane_id() < a.ranks)\n"
         "        store_release(at<u64>(a.heaps, lane_id(), a.stage_flags_at) +\n"
         "                      stage_row(a, epoch, a.rank, token) * a.pieces + piece, epoch + 1);\n"
-        "    copy_piece(",
+        "    copy_piece<kLoads>(",
         DELAYED,
     ),
     "a word that several read is not awaited": (
@@ -273,7 +273,7 @@ FAULTS = {
     "a stage's half is used again before its reader has left it": (
         "dispatch_expert.cu",
         f"dispatch expert_major ht empty_ranks=1 {FEW_TOKENS}",
-        "    if (closes && !a.low_latency) await_all(a, a.header_flags_at, epoch, word);\n",
+        "    if (closes && !kLow) await_all(a, a.header_flags_at, epoch, word);\n",
         "",
         OVERTAKEN,
     ),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ncclep_bench.backends.cuda.tokens import CHOICE_BYTES, RECORD_BYTES, TokenHandle
+from ncclep_bench.backends.cuda.tokens import CHOICE_BYTES, COMBINE, DISPATCH, RECORD_BYTES, Split, TokenHandle
 from ncclep_bench.runtime.nccl import Part
 
 
@@ -41,9 +41,9 @@ class DistantTokenHandle(TokenHandle):
         """Rows from each rank (first index) to each."""
         return self._bins[:, self.session.size * self.most_experts :]
 
-    def _phases(self) -> tuple[dict[str, int], dict[str, int]]:
+    def _phases(self, split: Split) -> tuple[dict[str, int], dict[str, int]]:
         """Arguments of a launch that only sends, and of one that only takes."""
-        warps = self.session.device.threads // 32
+        warps = self._warps(split)
         return {"push_warps": warps, "take_warps": 0}, {"push_warps": 0, "take_warps": warps, **self._take_states}
 
     def _layout(self, **others: int) -> Callable[[], None]:
@@ -74,7 +74,7 @@ class DistantTokenHandle(TokenHandle):
             self.session.device.write(at, header)
 
     def dispatching(self, **others: int) -> Callable[[], None]:
-        sends, takes = self._phases()
+        sends, takes = self._phases(DISPATCH[self.mode])
         push = super().dispatching(**others, **(sends if self.staged else {}))
         take = super().dispatching(**others, **takes) if self.staged else None
         rank, slots = self.session.rank, self.slots
@@ -110,7 +110,7 @@ class DistantTokenHandle(TokenHandle):
         return dispatch
 
     def combining(self, rows: int, *, weigh: bool = False, **others: int) -> Callable[[], None]:
-        sends, takes = self._phases()
+        sends, takes = self._phases(COMBINE[self.mode])
         push = super().combining(rows, weigh=weigh, **others, **sends)
         take = super().combining(rows, weigh=weigh, **others, **takes)
 

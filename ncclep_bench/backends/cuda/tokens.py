@@ -37,9 +37,11 @@ class Split(NamedTuple):
     """Share of a block's warps that send; the others take what arrives. With 1 all of them send, then take."""
     piece_bytes: int
     """At most so much of a row is one warp's."""
+    threads: float = 1
+    """Of a block, as a share of the device's usual number; whole warps."""
 
 
-DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 2 * LANES_BYTES)}
+DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 2 * LANES_BYTES, 5 / 4)}
 COMBINE = {"ht": Split(3 / 8, 14 * LANES_BYTES), "ll": Split(1 / 2, 4 * LANES_BYTES)}
 
 
@@ -160,8 +162,8 @@ class TokenHandle:
         rest = 8 + 20 * self.session.size
         return ((self.session.bulk_bytes - rest) // self._bulk_buffers(bulk) // VEC_BYTES - 1) * VEC_BYTES
 
-    def _warps(self) -> int:
-        return self.session.device.threads // 32
+    def _warps(self, split: Split | None = None) -> int:
+        return int(self.session.device.threads * (split.threads if split else 1)) // 32
 
     def _parts(self) -> dict[str, int]:
         ranks, slots = self.session.size, self.slots
@@ -247,6 +249,7 @@ class TokenHandle:
             "own_counts": own(bins * 4),
             "slot_of": own(slots * ranks * 4),
             "within": own(slots * top_k * 4),
+            "goes_to": own(slots * top_k * 8),
             "received": own(ranks * 4),
             "arrived_at": own(arrivals * top_k * 4 if self.staged else 0),
             "arrived_weight": own(arrivals * top_k * 4 if self.staged else 0),
@@ -258,7 +261,7 @@ class TokenHandle:
         }
 
     def _roles(self, split: Split) -> dict[str, int]:
-        warps = self._warps()
+        warps = self._warps(split)
         push = max(1, round(warps * split.push_share))
         return {"push_warps": push, "take_warps": warps - push or warps}
 
@@ -305,8 +308,10 @@ class TokenHandle:
         ranks = self.session.size
         places = ranks * self.local_experts + self.local_experts + ranks
         shared_bytes = 12 + 4 * places if self.staged else 8 + 8 * ranks
-        kernel = "dispatch_expert" if self.staged else "dispatch_flat"
-        return self.session.launch(kernel, self._arguments | others, shared_bytes=shared_bytes)
+        split = DISPATCH[self.mode]
+        kernel = ("dispatch_expert_ll" if self.mode == "ll" else "dispatch_expert") if self.staged else "dispatch_flat"
+        threads = 32 * self._warps(split) if self.staged else None
+        return self.session.launch(kernel, self._arguments | others, threads=threads, shared_bytes=shared_bytes)
 
     def combining(self, rows: int, *, weigh: bool = False, **others: int) -> Callable[[], None]:
         """A combine of the rows at an address, with bulk copies one in this rank's heap; `combined`: where sums go."""

@@ -110,9 +110,15 @@ def _expected(trial: Trial, source: int) -> tuple[float | None, str]:
     if trial.backend.name == "host":
         rate = _Rate(*trial.everybody(own)[source])
         return rate.gb_per_s, f"memcpy on rank {source}: {rate}"
+    from ncclep_bench.backends.cuda.staging import this_host
     from ncclep_bench.runtime.device import cuda_device
 
-    name = trial.everybody(cuda_device(trial.rank).name)[source]
+    device = cuda_device(trial.rank)
+    gpus = trial.everybody((this_host(), device.bus_id, device.name))
+    sharers = [rank for rank, gpu in enumerate(gpus) if gpu == gpus[source] and rank != source]
+    name = gpus[source][2]
+    if sharers:
+        return None, f"{name}: shared with rank {', '.join(map(str, sharers))}, no figure is known for that"
     profile = profile_of(name)
     if profile is None or profile.peer_gbytes is None:
         return None, f"{name}: no figure is known for this model"

@@ -12,7 +12,7 @@ __device__ static i64 stage_row(const TokenArgs& a, u64 epoch, i64 source, i64 s
 }
 
 // One piece of a token into the stages of the other ranks that want it; returns these.
-template <typename To>
+template <int kLoads, typename To>
 __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int piece, To to) {
     i64 row = 0;
     u32 wanted = 0;
@@ -22,23 +22,22 @@ __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int p
         return wanted = __ballot_sync(kAllLanes, slot >= 0 && lane_id() != a.rank);
     };
     Lying from;
-    copy_piece(a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide, [&](int rank) {
-        return at<Vec>(a.heaps, rank, a.stage_rows_at) + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
-    });
+    copy_piece<kLoads>(
+        a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide, [&](int rank) {
+            return at<Vec>(a.heaps, rank, a.stage_rows_at) + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
+        });
     if (piece == 0 && wanted) {
         const bool chooses = lane_id() < a.top_k;
         const i64 choice = token * a.top_k + lane_id();
-        const int expert = chooses ? expert_of(a, choice) : -1;
-        const int rank_of = expert < 0 ? -1 : a.rank_of_expert[expert];
+        const u64 goes_to = chooses ? a.goes_to[choice] : kNowhere;
         for (u32 left = wanted; left; left &= left - 1) {
             const int rank = first_bit(left);
             const i64 target = __shfl_sync(kAllLanes, row, rank);
             if (chooses) {
                 u64* record = at<u64>(a.heaps, rank, a.stage_records_at) + target * 2 * a.top_k + lane_id();
-                const bool here = rank_of == rank;
-                const u32 place = here ? place_word(a, a.local_of_expert[expert], a.within[choice]) : kNotThere;
+                const bool here = goes_to >> 32 == (u64)rank;
                 store_word(record, dated(epoch, here ? float_to_bits(a.topk_weights[choice]) : 0));
-                store_word(record + a.top_k, dated(epoch, place));
+                store_word(record + a.top_k, dated(epoch, here ? (u32)goes_to : kNotThere));
             }
             for (i64 i = lane_id(); i < a.scale_words; i += 32)
                 to.put(at<u32>(a.heaps, rank, a.stage_scales_at) + target * a.scale_words + i,
@@ -111,10 +110,16 @@ struct Choice {
     float weight;
 };
 
-// One piece of a received row to each expert's block; `choose()` says where each lane's choice goes.
-template <typename From, typename Vecs, typename Scales, typename Choose>
-__device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, Scales* scales, i64 arrival, int piece,
-                                    const Choose& choose) {
+// The row in the output for a choice of `source`.
+__device__ static int row_of(const TokenArgs& a, const int* first, int source, u32 place) {
+    return first[source * a.local_experts + place / (u32)a.slots] + (int)(place % (u32)a.slots);
+}
+
+// One piece of a received row to each expert's block; `choose()` says where each lane's choice goes. `arrival`: the row's
+// number among all that can come, below 0 where there is none; not read before `choose()`.
+template <int kLoads, typename From, typename Vecs, typename Scales, typename Choose>
+__device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, Scales* scales, const i64& arrival,
+                                    Piece part, const Choose& choose) {
     Choice choice{-1, 0.0f};
     u32 wanted = 0;
     const auto decide = [&] {
@@ -122,9 +127,10 @@ __device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, S
         return wanted = __ballot_sync(kAllLanes, choice.to >= 0);
     };
     Kept to;
-    copy_piece(row, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide,
-               [&](int lane) { return a.out_rows + (i64)__shfl_sync(kAllLanes, choice.to, lane) * a.row_vecs; });
-    if (piece != 0) return;
+    copy_piece<kLoads>(row, part, from, to, decide, [&](int lane) {
+        return a.out_rows + (i64)__shfl_sync(kAllLanes, choice.to, lane) * a.row_vecs;
+    });
+    if (part.first != 0 || arrival < 0) return;
     if (lane_id() < a.top_k) {
         a.arrived_at[arrival * a.top_k + lane_id()] = choice.to;
         a.arrived_weight[arrival * a.top_k + lane_id()] = choice.weight;
@@ -142,26 +148,32 @@ __device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, S
     }
 }
 
-// A token of this rank's own, which crosses nothing.
-__device__ static void expand_own(const TokenArgs& a, const int* first, int token, int piece) {
-    const int slot = a.slot_of[token * a.ranks + a.rank];
-    if (slot < 0) return;
+// A piece of this rank's own tokens, which crosses nothing; `placed()` returns when `first` is known, or false. kFirst:
+// one of a warp's, loaded before it is known to stay here; it may be behind the last.
+template <bool kFirst, int kLoads, typename Placed>
+__device__ static void expand_own(const TokenArgs& a, const int* first, int item, const Placed& placed) {
+    const int pieces = (int)a.pieces, token = item / pieces;
+    const bool there = !kFirst || token < a.tokens;
+    const int slot = there ? a.slot_of[token * a.ranks + a.rank] : -1;
+    if (!kFirst && slot < 0) return;
+    i64 arrival = -1;
     const auto choose = [&] {
-        Choice choice{-1, 0.0f};
-        if (lane_id() >= a.top_k) return choice;
         const i64 number = token * a.top_k + lane_id();
-        const int expert = expert_of(a, number);
-        if (expert >= 0 && a.rank_of_expert[expert] == a.rank)
-            choice = Choice{first[a.rank * a.local_experts + a.local_of_expert[expert]] + a.within[number],
-                            a.topk_weights[number]};
+        const bool chooses = there && lane_id() < a.top_k;
+        const u64 goes_to = chooses ? a.goes_to[number] : kNowhere;
+        Choice choice{-1, chooses ? a.topk_weights[number] : 0.0f};
+        if (!placed()) return choice;
+        if (slot >= 0) arrival = a.rank * a.slots + slot;
+        if (goes_to >> 32 == (u64)a.rank) choice.to = row_of(a, first, (int)a.rank, (u32)goes_to);
         return choice;
     };
     Lying from;
-    expand_piece(a, from, a.rows + token * a.row_vecs, a.scales + token * a.scale_words, a.rank * a.slots + slot, piece,
-                 choose);
+    expand_piece<kLoads>(a, from, a.rows + token * a.row_vecs, a.scales + token * a.scale_words, arrival,
+                         there ? piece_of(a.row_vecs, pieces, item % pieces) : Piece{0, 0}, choose);
 }
 
 // A row of another rank's; false when it does not come.
+template <bool kLow, int kLoads>
 __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* first, int source, int slot, int piece) {
     const i64 row = stage_row(a, epoch, source, slot);
     const u64* flag = at<u64>(a.heaps, a.rank, a.stage_flags_at) + row * a.pieces + piece;
@@ -172,16 +184,15 @@ __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* 
         const u64* record = at<u64>(a.heaps, a.rank, a.stage_records_at) + row * 2 * a.top_k + lane_id();
         const u32 place = await_dated(record + a.top_k, epoch, source, waiting_of(a), came);
         choice.weight = bits_to_float(await_dated(record, epoch, source, waiting_of(a), came));
-        if (came && place != kNotThere)
-            choice.to = first[source * a.local_experts + place / (u32)a.slots] + (int)(place % (u32)a.slots);
+        if (came && place != kNotThere) choice.to = row_of(a, first, source, place);
         return choice;
     };
     const auto expand = [&](auto& from) {
-        expand_piece(a, from, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
-                     at<u32>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words, source * a.slots + slot, piece,
-                     choose);
+        expand_piece<kLoads>(a, from, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
+                             at<u32>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words,
+                             source * a.slots + slot, piece_of(a.row_vecs, (int)a.pieces, piece), choose);
     };
-    if (a.low_latency) {
+    if (kLow) {
         Coming from{flag, epoch + 1, source, waiting_of(a), true};
         expand(from);
         came = came && from.came;
@@ -196,8 +207,9 @@ __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* 
 }
 
 // Shared memory: 12 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the
-// last take_warps expand.
-extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const TokenArgs a) {
+// last take_warps expand. kLow: mode ll.
+template <bool kLow, int kLoads>
+__device__ static void dispatch(const TokenArgs& a) {
     await_previous();
     u64* word = reinterpret_cast<u64*>(shared_bytes());
     Places places;
@@ -208,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const Token
     const u64 epoch = *epoch_of_block(a.dispatch_state), counts = count_epoch(a, epoch);
     const int grid = gridDim.x, pieces = (int)a.pieces, warps = warps_per_block();
     const bool closes = blockIdx.x == gridDim.x - 1;
-    if (a.low_latency) {
+    if (kLow) {
         // The last threads of the grid, which have the fewest rows to send.
         const int number = (grid * warps - 1 - (warp_id() * grid + (int)blockIdx.x)) * 32 + lane_id();
         push_counts(a, counts, number, grid * warps * 32);
@@ -221,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const Token
         for (int item = warp_id() * grid + blockIdx.x; item < a.tokens * pieces; item += stride) {
             const int piece = item % pieces;
             // Where much crosses, a release for each piece also keeps warps from filling the way out of a multiprocessor.
-            const u32 wanted = a.low_latency ? push_piece(a, epoch, item / pieces, piece, Sent{false})
-                                             : push_piece(a, epoch, item / pieces, piece, Kept{});
+            const u32 wanted = kLow ? push_piece<kLoads>(a, epoch, item / pieces, piece, Sent{false})
+                                    : push_piece<kLoads>(a, epoch, item / pieces, piece, Kept{});
             if (piece == 0) pushed += count_bits(wanted);
         }
         if (pushed && lane_id() == 0) fetch_add(&a.dispatch_state->rows_pushed, pushed);
@@ -230,16 +242,21 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const Token
     const int taker = warp_id() - (warps - (int)a.take_warps);
     if (taker >= 0) {
         const int number = taker * 32 + lane_id(), threads = (int)a.take_warps * 32;
-        bool complete = place_experts(a, counts, places, number, threads);
+        bool complete = true;
+        const auto place = [&] { return complete = place_experts(a, counts, places, number, threads); };
         const int stride = grid * (int)a.take_warps;
+        const int own = (int)a.tokens * pieces;
         int item = taker * grid + blockIdx.x;
-        for (; item < a.tokens * pieces && complete; item += stride)
-            expand_own(a, places.first, item / pieces, item % pieces);
-        item -= (int)a.tokens * pieces;
+        expand_own<true, kLoads>(a, places.first, item, place);
+        if (item < own) item += stride;
+        for (; item < own && complete; item += stride)
+            expand_own<false, kLoads>(a, places.first, item, [] { return true; });
+        item -= own;
         for (int distance = 1; distance < a.ranks && complete; ++distance) {
             const int source = (int)((a.rank + distance) % a.ranks), items = places.from[source] * pieces;
             for (; item < items && complete; item += stride)
-                complete = expand_arrival(a, epoch, places.first, source, item / pieces, item % pieces);
+                complete =
+                    expand_arrival<kLow, kLoads>(a, epoch, places.first, source, item / pieces, item % pieces);
             item -= items;
         }
         if (closes) {
@@ -248,7 +265,12 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const Token
             if (number < a.ranks) a.source_counts[number] = a.received[number] = places.from[number];
         }
     }
-    if (closes && !a.low_latency) await_all(a, a.header_flags_at, epoch, word);
+    if (closes && !kLow) await_all(a, a.header_flags_at, epoch, word);
     leave(a.dispatch_state, epoch);
 }
+
+extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const TokenArgs a) { dispatch<false, 7>(a); }
+// Pieces are short, and more warps have more of them under way.
+extern "C" __global__ void __launch_bounds__(640, 1) dispatch_expert_ll(const TokenArgs a) { dispatch<true, 2>(a); }
 NCCLEP_EXPORT(dispatch_expert)
+NCCLEP_EXPORT(dispatch_expert_ll)

@@ -64,9 +64,12 @@ extern "C" __global__ void route_layout(const TokenArgs a) {
         const u32* base = before + warp_id() * bins;
         for (i64 choice = token * a.top_k; choice < (token + 1) * a.top_k; ++choice) {
             const int expert = expert_of(a, choice);
+            a.goes_to[choice] = kNowhere;
             if (expert < 0) continue;
-            const i64 bin = a.rank_of_expert[expert] * a.most_experts + a.local_of_expert[expert];
-            a.within[choice] = (int)base[bin] + count_bits(mine[bin] & lower);
+            const i64 rank = a.rank_of_expert[expert], bin = rank * a.most_experts + a.local_of_expert[expert];
+            const int within = (int)base[bin] + count_bits(mine[bin] & lower);
+            a.within[choice] = within;
+            a.goes_to[choice] = destination(rank, place_word(a, a.local_of_expert[expert], within));
         }
         for (i64 rank = 0; rank < a.ranks; ++rank) {
             const i64 bin = expert_bins + rank;

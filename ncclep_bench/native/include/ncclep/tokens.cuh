@@ -40,6 +40,7 @@ struct TokenArgs {
     int* own_counts;    // [bins]
     int* slot_of;       // [tokens][ranks], -1: no row goes there
     int* within;        // [tokens][top_k], among this rank's rows for that expert
+    u64* goes_to;       // [tokens][top_k], destination of a choice
     const Vec* rows;
     const u32* scales;  // bits of float32
     Vec* out_rows;
@@ -150,8 +151,12 @@ __device__ inline float weight_of_lane(const TokenArgs& a, i64 token) {
 
 constexpr u32 kNotThere = 0xffffffffu;  // in place of the next, where a choice is another rank's
 
-// Where a row goes at another rank, in one word: the local expert, and the place among this rank's rows for it.
+// Where a row goes at its rank, in one word: the local expert, and the place among its source's rows for it.
 __device__ inline u32 place_word(const TokenArgs& a, int local, int within) { return (u32)(local * a.slots + within); }
+
+// The rank of a choice, above that word; kNowhere where it is masked.
+__device__ inline u64 destination(i64 rank, u32 place) { return (u64)rank << 32 | place; }
+constexpr u64 kNowhere = ~0ull;
 
 // Row number in the half of the return stage that belongs to expert rank `from`.
 __device__ inline i64 return_row(const TokenArgs& a, u64 epoch, i64 from, i64 slot) {
@@ -168,29 +173,32 @@ __device__ inline Piece piece_of(i64 vecs, int pieces, int piece) {
     return Piece{piece * length, end < vecs ? end : (int)vecs};
 }
 
-// Copies a piece of a row to several rows, read once. `decide()` says which, when the first loads are under way;
+// Copies a piece of a row to several rows, read once. `decide()` says which, when the first loads are under way, and also
+// where the piece is empty;
 // `target(i)`: start of the i-th of them. The same on all lanes. `from`: Lying or Coming, `to`: Kept or Sent.
-template <typename Source, typename From, typename To, typename Decide, typename Target>
+template <int kLoads, typename Source, typename From, typename To, typename Decide, typename Target>
 __device__ inline void copy_piece(Source* source, Piece piece, From& from, To& to, const Decide& decide,
                                   const Target& target) {
     u32 wanted = 0;
-    for (int base = piece.first; base < piece.end; base += 32 * kInFlight) {
+    int base = piece.first;
+    do {
         const int first = base + lane_id();
-        Vec held[kInFlight];
+        Vec held[kLoads];
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i)
+        for (int i = 0; i < kLoads; ++i)
             if (first + 32 * i < piece.end) held[i] = from.load(source + first + 32 * i);
         if (base == piece.first) wanted = decide();
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i)
+        for (int i = 0; i < kLoads; ++i)
             if (first + 32 * i < piece.end) from.settle(source + first + 32 * i, held[i]);
         for (u32 left = wanted; left; left &= left - 1) {
             Vec* row = target(first_bit(left));
 #pragma unroll
-            for (int i = 0; i < kInFlight; ++i)
+            for (int i = 0; i < kLoads; ++i)
                 if (first + 32 * i < piece.end) to.put(row + first + 32 * i, held[i]);
         }
-    }
+        base += 32 * kLoads;
+    } while (base < piece.end);
 }
 
 // The same by ordinary loads and stores.
@@ -198,7 +206,7 @@ template <typename Decide, typename Target>
 __device__ inline void copy_piece(const Vec* source, Piece piece, const Decide& decide, const Target& target) {
     Lying from;
     Kept to;
-    copy_piece(source, piece, from, to, decide, target);
+    copy_piece<kInFlight>(source, piece, from, to, decide, target);
 }
 
 }  // namespace ncclep
