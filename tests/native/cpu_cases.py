@@ -72,8 +72,8 @@ KINDS: list[dict[str, Any]] = [
             ("ll", "rank_major", {}),
         ]
     ),
-    # So many that the layout takes two blocks.
-    {"collective": "dispatch", "mode": "ht", "layout": "flat", "tokens": 140, "batch_size": 140},
+    # So many that the layout takes several blocks, on two ranks more than it looks at at once.
+    {"collective": "dispatch", "mode": "ht", "layout": "flat", "tokens": 300, "batch_size": 300},
     *({"collective": name, "variant": variant} for name in EXPERTS for variant in BUFFER_VARIANTS),
     {
         "collective": "reduce_scatter_expert_grads",
@@ -84,6 +84,9 @@ KINDS: list[dict[str, Any]] = [
     },
 ]
 
+
+LAYOUT_THREADS = {1: 128, 2: 32, 4: 64}
+"""By ranks, so that blocks of one warp and of several have their turn."""
 
 turns: Counter[int] = Counter()
 meetings: Counter[int] = Counter()
@@ -256,12 +259,14 @@ def run(group: Group, backend: Cuda | Nccl | NcclEp, seed: int, count: int) -> s
 
 def as_processes(seed: int, count: int) -> str | None:
     group = world()
+    tokens.LAYOUT_THREADS = LAYOUT_THREADS.get(group.size, 128)
     wrong = run(group, Cuda(lambda _: CpuDevice(SOURCES), lambda: None, DEADLINE_S, defines=DEFINES), seed, count)
     group.close()
     return wrong
 
 
 def as_threads(seed: int, count: int, ranks: int, flags: list[str]) -> str | None:
+    tokens.LAYOUT_THREADS = LAYOUT_THREADS.get(ranks, 128)
     backend = Cuda(lambda _: ThreadDevice(SOURCES, flags), lambda: None, DEADLINE_S, defines=DEFINES)
     meeting, board = threading.Barrier(ranks), [b""] * ranks
     wrong: list[str | None] = [None] * ranks

@@ -157,9 +157,16 @@ FAULTS = {
     "counts are read before everybody has counted": (
         "layout.cu",
         "dispatch flat",
-        "or_shared(mine + expert_bins + rank, lane_bit);\n        }\n    __syncthreads();",
-        "or_shared(mine + expert_bins + rank, lane_bit);\n        }",
+        "    }\n    __syncthreads();\n    for (i64 bin = threadIdx.x; bin < bins; bin += blockDim.x) {\n        u32",
+        "    }\n    for (i64 bin = threadIdx.x; bin < bins; bin += blockDim.x) {\n        u32",
         RACES,
+    ),
+    "a block does not wait for what earlier ones have counted": (
+        "layout.cu",
+        "dispatch flat ht tokens=300 batch_size=300",
+        "count += is_of(held[i], epoch)",
+        "count += held[i] >> 63 == 0",
+        DELAYED,
     ),
     "a flag is written before its data": (
         "combine.cu",
@@ -259,7 +266,7 @@ FAULTS = {
     "a word that several read is not awaited": (
         "stage.cuh",
         f"dispatch expert_major ll hidden=4096 {FEW_TOKENS}",
-        "return (u32)(value >> 32) == (u32)(epoch + 1);",
+        "return is_of(value, epoch);",
         "return true;",
         DELAYED,
     ),

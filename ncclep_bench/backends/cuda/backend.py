@@ -365,10 +365,10 @@ def token_waiver(placement: Placement, row_bytes: int, top_k: int) -> str | None
     if top_k > 32:
         return f"top_k {top_k}: the kernels take 32, one lane per choice"
     held = int(placement.local_counts.max())
-    shared = layout_shared_bytes(placement.ranks, held)
+    shared = layout_shared_bytes(placement.ranks, held, top_k)
     if shared > USUAL_SHARED_BYTES:
         return (
-            f"{placement.ranks} ranks x {held} experts take {shared} bytes of shared memory, "
+            f"{placement.ranks} ranks x {held} experts and top_k {top_k} take {shared} bytes of shared memory, "
             f"{USUAL_SHARED_BYTES} are there"
         )
     return None

@@ -20,7 +20,7 @@ from ncclep_bench.runtime.world import MpiGroup
 
 Array = npt.NDArray[Any]
 
-_STATE_WORDS, _FAULT_WORDS = 4, 6
+_STATE_WORDS, _FAULT_WORDS = 2, 6
 _PEER_LATE, _EXPERT_OUT_OF_RANGE = 1, 2
 _ALIGNMENT, _LARGE_ALIGNMENT = 256, 2 << 20
 _WORD_BYTES = 16
@@ -267,7 +267,7 @@ class CudaSession:
         """Launches done, and rows (or vectors) pushed to other ranks, of a kernel's state; waits for the device."""
         words = np.zeros(_STATE_WORDS, dtype=np.uint64)
         self.device.read(address, words)
-        return int(words[0]), int(words[2])
+        return int(words[0]), int(words[1])
 
     def check(self) -> None:
         """Raise what the device has reported, after waiting for it."""

@@ -89,9 +89,9 @@ _NOT_THERE = 0xFFFFFFFF
 """Where a choice goes that is another rank's: no place among an expert's rows."""
 
 
-def layout_shared_bytes(ranks: int, most_experts: int) -> int:
+def layout_shared_bytes(ranks: int, most_experts: int, top_k: int) -> int:
     """Shared memory of route_layout."""
-    return 8 + 8 * (LAYOUT_THREADS // 32) * (ranks * most_experts + ranks)
+    return 8 * (LAYOUT_THREADS // 32) * (ranks * most_experts + ranks) + 4 * LAYOUT_THREADS * top_k
 
 
 class TokenHandle:
@@ -245,7 +245,7 @@ class TokenHandle:
             "weigh": 0,
             "rank_of_expert": session.upload(rank_of),
             "local_of_expert": session.upload(local_of),
-            "block_counts": own(-(-slots // LAYOUT_THREADS) * bins * 4),
+            "block_counts": own(-(-slots // LAYOUT_THREADS) * bins * 8),
             "own_counts": own(bins * 4),
             "slot_of": own(slots * ranks * 4),
             "within": own(slots * top_k * 4),
@@ -300,7 +300,7 @@ class TokenHandle:
             self._arguments | others,
             blocks=max(1, -(-self.tokens // LAYOUT_THREADS)),
             threads=LAYOUT_THREADS,
-            shared_bytes=layout_shared_bytes(self.session.size, self.most_experts),
+            shared_bytes=layout_shared_bytes(self.session.size, self.most_experts, self.top_k),
         )
 
     def dispatching(self, **others: int) -> Callable[[], None]:

@@ -308,7 +308,7 @@ def on_cpus(mpi_run: MpiRun, *arguments: str) -> list[Finding]:
 @pytest.mark.mpi
 @pytest.mark.skipif(COMPILER is None, reason="no g++: kernels cannot be built for the CPU")
 def test_self_tests_pass_on_the_cuda_backend(mpi_run: MpiRun):
-    codes = ["SELF003", "SELF004", "SELF006", "SELF007", "SELF008", "SELF011"]
+    codes = ["SELF003", "SELF004", "SELF006", "SELF007", "SELF008", "SELF009", "SELF011"]
     findings = on_cpus(mpi_run, "none", *codes)
 
     assert [(finding.code, finding.verdict) for finding in findings] == [(code, "ok") for code in codes]

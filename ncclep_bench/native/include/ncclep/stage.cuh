@@ -93,13 +93,14 @@ struct Sent {
 
 // A word of 32 bits that carries its epoch, so that several may read it and nobody blanks it.
 __device__ inline u64 dated(u64 epoch, u32 word) { return (epoch + 1) << 32 | word; }
+__device__ inline bool is_of(u64 dated_word, u64 epoch) { return (u32)(dated_word >> 32) == (u32)(epoch + 1); }
 
 // The word, which may be on its way; 0, and false in `came`, when it does not come.
 __device__ inline u32 await_dated(const u64* address, u64 epoch, int peer, const Waiting& waiting, bool& came) {
     u64 value = 0;
     const auto there = [&] {
         value = load_word(address);
-        return (u32)(value >> 32) == (u32)(epoch + 1);
+        return is_of(value, epoch);
     };
     if (wait_until(address, there, epoch + 1, peer, waiting)) return (u32)value;
     came = false;

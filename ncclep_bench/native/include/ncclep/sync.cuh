@@ -10,9 +10,7 @@ namespace ncclep {
 // changes: a block that counts for itself waits for no other at the end.
 struct State {
     u64 epoch;
-    u64 blocks_done;  // of the launch in progress
     u64 rows_pushed;  // rows (or vectors) moved between ranks, ever
-    u64 released;     // of a barrier among the blocks of a grid
 };
 
 // First fault of this rank; all zero when there is none.
@@ -80,21 +78,6 @@ __device__ inline void leave(State* state, u64 epoch) {
     if (threadIdx.x != 0) return;
     *epoch_of_block(state) = epoch + 1;
     if (blockIdx.x == 0) state->epoch = epoch + 1;
-}
-
-// Whether this block is the last of the grid to come here; everything the others wrote is then visible to all its
-// threads, and to whoever sees a word that they store from here on. `word`: 8 bytes of shared memory.
-__device__ inline bool last_block(State* state, u64* word) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        NCCLEP_DELAY(state, state->epoch, 32);
-        fence_system();
-        *word = fetch_add(&state->blocks_done, 1) == (u64)gridDim.x - 1;
-        fence_system();
-        if (*word) state->blocks_done = 0;
-    }
-    __syncthreads();
-    return *word != 0;
 }
 
 // Tells every rank that this one has come to `epoch`; what that announces has been ordered before.

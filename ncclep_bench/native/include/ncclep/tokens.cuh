@@ -36,7 +36,7 @@ struct TokenArgs {
     const float* topk_weights;
     const int* rank_of_expert;
     const int* local_of_expert;
-    int* block_counts;  // [blocks][bins]
+    u64* block_counts;  // [blocks][bins], dated
     int* own_counts;    // [bins]
     int* slot_of;       // [tokens][ranks], -1: no row goes there
     int* within;        // [tokens][top_k], among this rank's rows for that expert
