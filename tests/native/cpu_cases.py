@@ -85,7 +85,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-LAYOUT_THREADS = {1: 128, 2: 32, 4: 64}
+LAYOUT_THREADS = {1: (128,), 2: (32,), 4: (64,)}
 """By ranks, so that blocks of one warp and of several have their turn."""
 
 turns: Counter[int] = Counter()
@@ -259,14 +259,14 @@ def run(group: Group, backend: Cuda | Nccl | NcclEp, seed: int, count: int) -> s
 
 def as_processes(seed: int, count: int) -> str | None:
     group = world()
-    tokens.LAYOUT_THREADS = LAYOUT_THREADS.get(group.size, 128)
+    tokens.LAYOUT_THREADS = LAYOUT_THREADS.get(group.size, (128,))
     wrong = run(group, Cuda(lambda _: CpuDevice(SOURCES), lambda: None, DEADLINE_S, defines=DEFINES), seed, count)
     group.close()
     return wrong
 
 
 def as_threads(seed: int, count: int, ranks: int, flags: list[str]) -> str | None:
-    tokens.LAYOUT_THREADS = LAYOUT_THREADS.get(ranks, 128)
+    tokens.LAYOUT_THREADS = LAYOUT_THREADS.get(ranks, (128,))
     backend = Cuda(lambda _: ThreadDevice(SOURCES, flags), lambda: None, DEADLINE_S, defines=DEFINES)
     meeting, board = threading.Barrier(ranks), [b""] * ranks
     wrong: list[str | None] = [None] * ranks

@@ -150,15 +150,15 @@ FAULTS = {
     "a choice is ranked among the wrong tokens": (
         "layout.cu",
         "dispatch expert_major",
-        "within = (int)base[bin] + count_bits(mine[bin] & lower);",
-        "within = (int)base[bin] + count_bits(mine[bin] & lower >> 1);",
+        "number_of(choice / top_k, bin)",
+        "number_of(choice / top_k & ~1, bin)",
         ALWAYS,
     ),
     "counts are read before everybody has counted": (
         "layout.cu",
         "dispatch flat",
-        "    }\n    __syncthreads();\n    for (i64 bin = threadIdx.x; bin < bins; bin += blockDim.x) {\n        u32",
-        "    }\n    for (i64 bin = threadIdx.x; bin < bins; bin += blockDim.x) {\n        u32",
+        "    }\n    __syncthreads();\n    for (int bin = threadIdx.x; bin < bins; bin += threads) {\n        u32",
+        "    }\n    for (int bin = threadIdx.x; bin < bins; bin += threads) {\n        u32",
         RACES,
     ),
     "a block does not wait for what earlier ones have counted": (

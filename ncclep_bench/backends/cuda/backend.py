@@ -15,7 +15,7 @@ from ncclep_bench.backends.cuda.experts import ExpertHandle, RegisteredExpertHan
 from ncclep_bench.backends.cuda.session import CudaSession
 from ncclep_bench.backends.cuda.staging import StagingOf, staging_of, this_host
 from ncclep_bench.backends.cuda.timer import GraphTimer
-from ncclep_bench.backends.cuda.tokens import VEC_BYTES, TokenHandle, layout_shared_bytes
+from ncclep_bench.backends.cuda.tokens import VEC_BYTES, TokenHandle, layout_block
 from ncclep_bench.backends.cuda.user_memory import USER_MEMORY
 from ncclep_bench.collectives.contract import Collective, Problem
 from ncclep_bench.collectives.verify import POISON, poison
@@ -365,7 +365,7 @@ def token_waiver(placement: Placement, row_bytes: int, top_k: int) -> str | None
     if top_k > 32:
         return f"top_k {top_k}: the kernels take 32, one lane per choice"
     held = int(placement.local_counts.max())
-    shared = layout_shared_bytes(placement.ranks, held, top_k)
+    _, shared = layout_block(placement.ranks, held, top_k)
     if shared > USUAL_SHARED_BYTES:
         return (
             f"{placement.ranks} ranks x {held} experts and top_k {top_k} take {shared} bytes of shared memory, "

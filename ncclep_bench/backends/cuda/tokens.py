@@ -14,12 +14,13 @@ from ncclep_bench.errors import UsageError
 from ncclep_bench.model.dtype import SCALE_BLOCK, DType
 from ncclep_bench.model.ep_config import Layout, Mode
 from ncclep_bench.model.placement import Placement
-from ncclep_bench.native.loader import Launch
+from ncclep_bench.native.loader import USUAL_SHARED_BYTES, Launch
 
 Array = npt.NDArray[Any]
 
 VEC_BYTES = 16
-LAYOUT_THREADS = 128
+LAYOUT_THREADS = (256, 128)
+"""Of a block of route_layout: the most for which there is shared memory."""
 CHOICE_BYTES = 8
 """Weight and expert of a choice."""
 RECORD_BYTES = 16
@@ -89,9 +90,13 @@ _NOT_THERE = 0xFFFFFFFF
 """Where a choice goes that is another rank's: no place among an expert's rows."""
 
 
-def layout_shared_bytes(ranks: int, most_experts: int, top_k: int) -> int:
-    """Shared memory of route_layout."""
-    return 8 * (LAYOUT_THREADS // 32) * (ranks * most_experts + ranks) + 4 * LAYOUT_THREADS * top_k
+def layout_block(ranks: int, most_experts: int, top_k: int) -> tuple[int, int]:
+    """Threads of a block of route_layout, and its shared memory, which may be more than there is."""
+    for threads in LAYOUT_THREADS:
+        shared_bytes = threads // 4 * (ranks * most_experts + ranks) + 4 * threads * top_k
+        if shared_bytes <= USUAL_SHARED_BYTES:
+            break
+    return threads, shared_bytes
 
 
 class TokenHandle:
@@ -139,6 +144,7 @@ class TokenHandle:
         if self.bulk is not None:
             self.return_pieces = self._pieces(min(self.bulk.piece_bytes, self._bulk_piece_bytes(self.bulk)))
         self.tokens = 0
+        self._layout_block = layout_block(session.size, self.most_experts, top_k)
         self._heap = session.heap(parts := self._parts(), flags=self._flags())
         if self.staged and mode == "ll":
             for name in ("stage_rows", "stage_scales"):
@@ -245,7 +251,7 @@ class TokenHandle:
             "weigh": 0,
             "rank_of_expert": session.upload(rank_of),
             "local_of_expert": session.upload(local_of),
-            "block_counts": own(-(-slots // LAYOUT_THREADS) * bins * 8),
+            "block_counts": own(-(-slots // self._layout_block[0]) * bins * 8),
             "own_counts": own(bins * 4),
             "slot_of": own(slots * ranks * 4),
             "within": own(slots * top_k * 4),
@@ -295,12 +301,10 @@ class TokenHandle:
 
     def _layout(self, **others: int) -> Callable[[], None]:
         """The layout, with `others` for some of its arguments; so are the next two."""
+        threads, shared_bytes = self._layout_block
+        blocks = max(1, -(-self.tokens // threads))
         return self.session.launch(
-            "route_layout",
-            self._arguments | others,
-            blocks=max(1, -(-self.tokens // LAYOUT_THREADS)),
-            threads=LAYOUT_THREADS,
-            shared_bytes=layout_shared_bytes(self.session.size, self.most_experts, self.top_k),
+            "route_layout", self._arguments | others, blocks=blocks, threads=threads, shared_bytes=shared_bytes
         )
 
     def dispatching(self, **others: int) -> Callable[[], None]:
