@@ -1,8 +1,8 @@
 """Which shape of dispatch and combine is fastest, every launch compared bit by bit.
 
-    mpirun -n 2 python -m mpi4py benchmarks/token_shapes.py [--mode ll] [--tokens 128] [--sms 132,16] [--only NAME]
+    mpirun -n N python -m mpi4py benchmarks/token_shapes.py [--mode ll] [--tokens 128] [--sms 132,16] [--only NAME]
 
-One rank per GPU, bfloat16, top-8 of 256 experts. Mode ht: 4,096 tokens, flat rows; mode ll: 128 tokens, expert-major.
+One rank per GPU, or one alone, where nothing crosses; bfloat16, top-8 of 256 experts. Mode ht: 4,096 tokens, flat rows; mode ll: 128 tokens, expert-major.
 Rows and weights alternate between launches; all shapes must deliver what the first does. Exit code 1 when one did not.
 """
 
@@ -131,8 +131,12 @@ class Bench:
             handle.dispatch()
             handle.return_tokens()
 
-        operations: dict[str, Callable[[], None]] = {"dispatch": handle.dispatch, "combine": handle.combine}
-        operations["pair"] = pair
+        operations: dict[str, Callable[[], None]] = {
+            "update": handle.update,
+            "dispatch": handle.dispatch,
+            "combine": handle.combine,
+            "pair": pair,
+        }
         try:
             wrong = self._wrong_launches(handle, pair)
             arrived = handle.own["out_rows"] if handle.staged else handle.received_arrays()[1]["tokens"]
