@@ -2,7 +2,8 @@
 
     mpirun -n N python -m mpi4py benchmarks/token_shapes.py [--mode ll] [--tokens 128] [--sms 132,16] [--only NAME]
 
-One rank per GPU, or one alone, where nothing crosses; bfloat16, top-8 of 256 experts. Mode ht: 4,096 tokens, flat rows; mode ll: 128 tokens, expert-major.
+One rank per GPU, or one alone, where nothing crosses; bfloat16, top-8 of 256 experts. Mode ht: 4,096 tokens,
+flat rows; mode ll: 128 tokens, expert-major.
 Rows and weights alternate between launches; all shapes must deliver what the first does. Exit code 1 when one did not.
 """
 
