@@ -20,7 +20,7 @@ from ncclep_bench.doctor.interviews import Ask, Interviews, Own, Reply
 from ncclep_bench.doctor.records import Answer
 from ncclep_bench.errors import CannotRunError
 from ncclep_bench.model.facts import Facts
-from ncclep_bench.runtime.neighbours import leave, neighbours
+from ncclep_bench.runtime.neighbours import claim, job_here, leave, neighbours
 from ncclep_bench.runtime.path_mtu import Responder
 from ncclep_bench.runtime.processes import lives, unlink_own_segments
 from ncclep_bench.runtime.world import Post, abort, environment_sizes
@@ -77,6 +77,9 @@ class RankGroup:
         if speakers[:1] != [self._own.rank]:
             self._speaker = next((n.pid for n in found if n.rank in speakers[:1]), None)
             return None
+        # Another may have looked while this rank was not to be seen yet.
+        if not claim(job_here()):
+            return None
         seconds = round(time.monotonic() - self._begin, 1)
         documents = documents_of(found, size if size == local_size else None, seconds)
         if self._error or all(facts.read("job.answer", Answer).answered for facts in documents):
@@ -105,7 +108,7 @@ class RankGroup:
     def _wait_for_the_speaker(self) -> None:
         # When it leaves it ends the others, if it can.
         until = time.monotonic() + _LEAVE_S
-        while self._speaker and time.monotonic() < until and lives(self._speaker):
+        while time.monotonic() < until and (lives(self._speaker) if self._speaker else not claim(job_here())):
             time.sleep(_POLL_S)
 
     def _give_up(self, code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from ncclep_bench.runtime.world import environment_rank
 
 _NAME = "ncclep-left"
 _kept: list[int] = []
+_claims: list[socket.socket] = []
 
 
 class Neighbour(NamedTuple):
@@ -33,6 +35,24 @@ def leave(data: bytes) -> None:
     while _kept:
         os.close(_kept.pop())
     _kept.append(fd)
+
+
+def claim(name: str) -> bool:
+    """Whether this process is the first of its host to claim `name`, which it then has until its end."""
+    # The kernel lets one socket have a name, and forgets it with the process.
+    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claimed.bind(b"\0ncclep-doctor-" + name.encode())
+    except OSError:
+        claimed.close()
+        return False
+    _claims.append(claimed)
+    return True
+
+
+def job_here() -> str:
+    """A name for the ranks that the launcher of this one started on this host, the same for all of them."""
+    return f"{os.stat('/proc/self/ns/pid').st_ino}-{_launcher(os.getpid()) or os.getpid()}"
 
 
 def neighbours() -> list[Neighbour]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from ncclep_bench.doctor.selftests.contract import Patience, Result, SelfTest, T
 from ncclep_bench.doctor.selftests.run import merged
 from ncclep_bench.doctor.selftests.worker import all_ranks, backend_named, one_result
 from ncclep_bench.errors import RankError
+from ncclep_bench.runtime.neighbours import claim
 from ncclep_bench.runtime.world import MpiGroup, abort
 
 _TURN_S = 2.0
@@ -72,16 +72,9 @@ def _everybody(group: MpiGroup, own: Result) -> tuple[dict[int, Result], bool]:
 def _take_the_floor(rank: int, job: bytes) -> None:
     """Returns on one rank of each host, which speaks and ends all; the others of the host end here."""
     time.sleep(rank * _TURN_S)
-    # The kernel lets one socket have a name, and forgets it with the process.
-    _FLOOR.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-    try:
-        _FLOOR[-1].bind(b"\0ncclep-doctor-" + job.hex().encode())
-    except OSError:
+    if not claim(job.hex()):
         time.sleep(_ABORT_S)
         abort(1)
-
-
-_FLOOR: list[socket.socket] = []
 
 
 @contextmanager
