@@ -47,11 +47,13 @@ def bulk(push_share: int, push_warps: int, push_batch: int, take_slots: int, pie
     return Shape(bulk=Bulk(push_share, push_warps, push_batch, take_slots, piece_bytes))
 
 
-def splits(shares: Sequence[float], lanes: Sequence[int]) -> Iterator[tuple[str, Shape]]:
+def splits(mode: str, shares: Sequence[float], lanes: Sequence[int]) -> Iterator[tuple[str, Shape]]:
     for share in shares:
         for vecs in lanes:
-            split = Split(share, vecs * LANES_BYTES)
-            yield f"{share:.3f} send pieces of {vecs * LANES_BYTES} B", Shape(split, split, stores=True)
+            dispatch, combine = (
+                usual[mode]._replace(push_share=share, piece_bytes=vecs * LANES_BYTES) for usual in (DISPATCH, COMBINE)
+            )
+            yield f"{share:.3f} send pieces of {vecs * LANES_BYTES} B", Shape(dispatch, combine, stores=True)
 
 
 def and_not_early(shapes: dict[str, Shape]) -> dict[str, Shape]:
@@ -64,12 +66,12 @@ SHAPES: dict[str, dict[str, Shape]] = {
         {
             "as now": Shape(),
             "dispatch with 16 warps": Shape(DISPATCH["ll"]._replace(threads=1)),
-            **dict(splits((1 / 8, 1 / 4, 3 / 8, 1 / 2, 1), (1, 2, 4, 7, 14))),
+            **dict(splits("ll", (1 / 8, 1 / 4, 3 / 8, 1 / 2, 1), (1, 2, 4, 7, 14))),
         }
     ),
     "ht": {
         **and_not_early({"as now": Shape()}),
-        **dict(splits((1 / 8, 1 / 4, 3 / 8, 1), (4, 7, 14, 28))),
+        **dict(splits("ht", (1 / 8, 1 / 4, 3 / 8, 1), (4, 7, 14, 28))),
         "fetch, 4 x 3,584 B": bulk(0, 0, 1, 4, 3584),
         "fetch, 6 x 2,048 B": bulk(0, 0, 1, 6, 2048),
         "fetch, 2 x 7,168 B": bulk(0, 0, 1, 2, 7168),

@@ -56,9 +56,12 @@ class EpCommunicator:
     that does not come, is raised at a later call, or by `synchronize`, after which only `destroy` is left. Results are
     DeviceArrays; making a new one, or dropping it, waits for the GPU: `out` saves that.
 
-    There a handle's `dispatch`, `combine` and, in mode `ll` with a routing on the GPU, `update` can be captured into a
-    CUDA graph, by all ranks alike: replays take what the same buffers then hold. All ranks replay it equally often, in
-    the same order among their other calls, and not after the handle's end.
+    There, where ranks reach each other's memory, a handle's `dispatch`, `combine` and, in mode `ll` with a routing on
+    the GPU, `update` can be captured into a CUDA graph, by all ranks alike: replays take what the same buffers then
+    hold. All ranks replay it equally often, in the same order among their other calls, and not after the handle's end.
+    Without `update` it holds for the number of tokens (another is raised as above), in mode `ht` for the very routing
+    with which it was captured; with it, the next call outside needs an `update` before. A replay is its stream's: only
+    streams put it in order with other calls, and `synchronize` does not wait for it.
     """
 
     def __init__(self, group: object, ep_config: EpConfig) -> None:

@@ -36,7 +36,7 @@ Handle = TypeVar("Handle", bound=TokenHandle | RegisteredExpertHandle)
 _MOST_LAUNCHES = 64
 """Kept for buffers that come again."""
 _CAPTURED = ("update", "dispatch", "combine")
-"""Calls in which the host takes no part, so that a graph can hold them."""
+"""Calls that a graph can hold, of `update` those in which the host takes no part."""
 
 
 def _on_device(method: Method) -> Method:
@@ -62,8 +62,9 @@ class CudaEngine:
             )
         self.local: Collection[int] = sorted(set(range(session.size)) - self._session.out_of_reach)
         self._given: list[int] = []
+        self._put_off: list[Callable[[], None]] = []
         self._broken: RankError | None = None
-        self._open: set[CudaExpertCalls | CudaTokenCalls] = set()
+        self._open: set[_Calls[Any]] = set()
         self._moved = Stats()
 
     # ---- buffers and streams ----
@@ -124,7 +125,10 @@ class CudaEngine:
         self._session.check_told()
         try:
             with self.device.within(address):
-                self._check_captured(call)
+                if self.device.capturing():
+                    self._check_captured(call)
+                else:
+                    self._free_put_off()
                 yield
         except CallMismatchError:
             raise
@@ -133,37 +137,35 @@ class CudaEngine:
             raise
 
     def _check_captured(self, call: str) -> None:
-        if not self.device.capturing():
-            return
-        rank = self._session.rank
         if call not in _CAPTURED:
-            raise UsageError(
-                f"rank {rank}: {call} in a stream that is being captured", hint=f"allowed: {', '.join(_CAPTURED)}"
-            )
+            self._refuse_capture(call, ", ".join(_CAPTURED))
         if self._session.staging is not None:
+            self._refuse_capture(f"{call} with ranks out of reach", "calls outside of a capture")
+
+    def _refuse_capture(self, call: str, allowed: str) -> None:
+        if self.device.capturing():
             raise UsageError(
-                f"rank {rank}: {call} in a stream that is being captured, with ranks out of reach",
-                hint="the host takes part in what goes there; allowed: calls outside of a capture",
+                f"rank {self._session.rank}: {call} in a stream that is being captured", hint=f"allowed: {allowed}"
             )
+
+    def after_capture(self, free: Callable[[], None]) -> None:
+        """Now, or where that would break a capture at a later call or the end."""
+        if self.device.capturing():
+            self._put_off.append(free)
+        else:
+            free()
+
+    def _free_put_off(self) -> None:
+        while self._put_off:
+            self._put_off.pop()()
 
     @_on_device
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-        if self.device.capturing():
-            raise UsageError(
-                f"rank {self._session.rank}: a new array in a stream that is being captured", hint="allowed: give out"
-            )
         address = self._allocate(shape, dtype)
         array = DeviceArray(address, shape, dtype)
-        weakref.finalize(array, self._free, address)
+        # Freeing waits for all that the GPU still does, the caller's kernels too.
+        weakref.finalize(array, self.after_capture, functools.partial(self.device.free, address))
         return array
-
-    def _free(self, address: int) -> None:
-        """Waits for all that the GPU still does, the caller's kernels too; during a capture, which that would break,
-        the end of the communicator frees."""
-        if self.device.capturing():
-            self._given.append(address)
-        else:
-            self.device.free(address)
 
     @_on_device
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
@@ -171,6 +173,7 @@ class CudaEngine:
         return DeviceArray(address, shape, dtype)
 
     def _allocate(self, shape: tuple[int, ...], dtype: Any) -> int:
+        self._refuse_capture("a new array", "buffers of one's own, as out")
         return self.device.allocate(max(math.prod(shape) * np.dtype(dtype).itemsize, VEC_BYTES))
 
     # ---- calls ----
@@ -187,7 +190,7 @@ class CudaEngine:
             whole=(),
             part=(),
         )
-        calls = CudaExpertCalls(self._made(make), self._dtype, self._leave)
+        calls = CudaExpertCalls(self._made(make), self, self._dtype)
         self._open.add(calls)
         return calls
 
@@ -209,7 +212,7 @@ class CudaEngine:
             max_tokens=config.max_tokens_per_rank,
             alignment=config.alignment,
         )
-        calls = CudaTokenCalls(self._made(make), self.check_routing, self._leave)
+        calls = CudaTokenCalls(self._made(make), self)
         self._open.add(calls)
         return calls
 
@@ -225,21 +228,25 @@ class CudaEngine:
         if reason is not None:
             raise UsageError(f"the cuda backend cannot run this: {reason}", hint="backend host can, on CPU memory")
 
-    def _leave(self, calls: CudaExpertCalls | CudaTokenCalls) -> None:
+    def leave(self, calls: _Calls[Any]) -> None:
+        """Hear of the end of calls whose `stats` can still be asked."""
         self._open.remove(calls)
         self._moved = sum_of(self._moved, calls.stats())
 
     @_on_device
     def stats(self) -> Stats:
+        self._refuse_capture("stats", "outside of a capture")
         return sum_of(self._moved, *(calls.stats() for calls in self._open))
 
     @_on_device
     def synchronize(self) -> None:
+        self._refuse_capture("synchronize", "outside of a capture")
         self._session.check()
 
     @_on_device
     def close(self) -> None:
         """Waits for this rank's device."""
+        self._free_put_off()
         self._session.close()
         for address in self._given:
             self.device.free(address)
@@ -249,9 +256,8 @@ class CudaEngine:
 class _Calls(Generic[Handle]):
     """One handle's calls, and what it has moved."""
 
-    def __init__(self, handle: Handle, leave: Callable[[Any], None]) -> None:
-        """`leave` hears of the end while `stats` can still be asked."""
-        self._handle, self._leave = handle, leave
+    def __init__(self, handle: Handle, engine: CudaEngine) -> None:
+        self._handle, self._engine = handle, engine
         self.device = handle.session.device
 
     def stats(self) -> Stats:
@@ -261,18 +267,20 @@ class _Calls(Generic[Handle]):
 
     @_on_device
     def close(self) -> None:
-        try:
-            self._leave(self)
-        finally:
-            self._handle.close()
-            self._handle.session.release()
+        self._engine.after_capture(self._close)
+
+    def _close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._handle.session.release)
+            stack.callback(self._handle.close)
+            stack.callback(self._engine.leave, self)
 
 
 class CudaExpertCalls(_Calls[RegisteredExpertHandle]):
     """Rows are registered where the caller has them, those that no peer can open copied into this rank's heap."""
 
-    def __init__(self, handle: RegisteredExpertHandle, dtype: DType, leave: Callable[[Any], None]) -> None:
-        super().__init__(handle, leave)
+    def __init__(self, handle: RegisteredExpertHandle, engine: CudaEngine, dtype: DType) -> None:
+        super().__init__(handle, engine)
         self._dtype = dtype
         self._held = handle.placement.experts_of_rank[handle.session.rank]
 
@@ -301,15 +309,8 @@ class CudaExpertCalls(_Calls[RegisteredExpertHandle]):
 class CudaTokenCalls(_Calls[TokenHandle]):
     """Kernels read the caller's rows where they lie; what has come is handed out where it came to."""
 
-    def __init__(
-        self,
-        handle: TokenHandle,
-        check_routing: Callable[[Array, Array], None],
-        leave: Callable[[Any], None],
-    ) -> None:
-        super().__init__(handle, leave)
-        self._check_routing = check_routing
-        self._expected = -1
+    def __init__(self, handle: TokenHandle, engine: CudaEngine) -> None:
+        super().__init__(handle, engine)
         self._received: dict[str, Place] = {}
         self._launches: dict[tuple[str, int, int], Callable[[], None]] = {}
 
@@ -318,7 +319,7 @@ class CudaTokenCalls(_Calls[TokenHandle]):
 
         Of a routing on the device an expert that does not exist counts as masked, and is reported.
         """
-        self._check_routing(topk_idx, topk_weights)
+        self._engine.check_routing(topk_idx, topk_weights)
         handle = self._handle
         if self.device.capturing():
             where = f"rank {handle.session.rank}: update in a stream that is being captured"
@@ -331,10 +332,9 @@ class CudaTokenCalls(_Calls[TokenHandle]):
                 self.device.copy(handle.own[name], array.ctypes.data, array.nbytes)
             else:
                 self.device.write(handle.own[name], np.ascontiguousarray(array, dtype))
-        if len(topk_idx) != self._expected:
+        if len(topk_idx) != handle.tokens:
             self._launches.clear()
             handle.expect(len(topk_idx))
-            self._expected = len(topk_idx)
         handle.update()
         self._received = handle.received()
         if handle.mode == "ht":

@@ -277,7 +277,8 @@ class CudaDevice:
         return addresses
 
     def unshare(self, addresses: Sequence[int]) -> None:
-        self.synchronize()
+        # Graphs of the user's may still run in streams of theirs.
+        self._runtime.deviceSynchronize()
         for address in addresses:
             self._runtime.ipcCloseMemHandle(address)
 
@@ -373,6 +374,11 @@ class CudaDevice:
     def within(self, stream: int) -> Iterator[None]:
         with self.current():
             self._check_stream(stream)
+            if self.capturing() and not self._is_captured(stream):
+                raise UsageError(
+                    f"rank {self.rank}, GPU {self.index}: stream {stream:#x} while calls in another are being captured",
+                    hint="allowed: after the end of that capture",
+                )
             event = self._cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(event.ptr, stream)
             self._runtime.streamWaitEvent(self.stream.ptr, event.ptr)
@@ -394,7 +400,13 @@ class CudaDevice:
             raise UsageError(f"{where} belongs to another GPU or context", hint=allowed)
 
     def capturing(self) -> bool:
-        return bool(self._runtime.streamIsCapturing(self.stream.ptr))
+        return self._is_captured(self.stream.ptr)
+
+    def _is_captured(self, stream: int) -> bool:
+        try:
+            return bool(self._runtime.streamIsCapturing(stream))
+        except RuntimeError:  # a capture that something has broken, and that has not ended
+            return True
 
     def synchronize(self) -> None:
         self.stream.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,9 +44,10 @@ def claim(name: str) -> bool:
     claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claimed.bind(b"\0ncclep-doctor-" + name.encode())
-    except OSError:
+    except OSError as error:
+        # Where such names are not permitted, nobody can be first.
         claimed.close()
-        return False
+        return error.errno != errno.EADDRINUSE
     _claims.append(claimed)
     return True
 

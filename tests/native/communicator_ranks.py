@@ -253,6 +253,7 @@ def captured() -> None:
             out = Interface(np.zeros((TOKENS, HIDDEN), np.float32))
             handle = comm.create_handle(topk_idx, weights, stream=STREAM)
             dropped = handle.combine(handle.dispatch(rows, stream=STREAM).tokens, stream=STREAM)
+            other = comm.create_handle(topk_idx, weights, stream=STREAM)
             with Graph() as graph:
                 with refused(UsageError, "all_gather_experts in a stream that is being captured", "allowed: update, "):
                     comm.warmup_all_gather_experts(stream=STREAM)
@@ -263,11 +264,16 @@ def captured() -> None:
                 if mode == "ll":
                     handle.update(idx, factors, stream=STREAM)
                 received = handle.dispatch(rows, stream=STREAM)
-                with refused(UsageError, "a new array in a stream that is being captured", "give out"):
+                with refused(UsageError, "a new array in a stream that is being captured", "as out"):
                     handle.combine(received.tokens, stream=STREAM)
                 handle.combine(received.tokens, out, stream=STREAM)
-                del dropped
+                for what in (comm.synchronize, lambda: comm.empty(4), lambda: comm.stats):
+                    with refused(UsageError, "in a stream that is being captured"):
+                        what()
+                del dropped, other
                 gc.collect()
+            comm.synchronize()
+            allocations = len(DEVICE.allocations) if isinstance(DEVICE, CpuDevice) else 0
             for draw in range(4):
                 if mode == "ll":
                     topk_idx = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
@@ -285,7 +291,14 @@ def captured() -> None:
                     ranks = np.stack([(here == rank).any(axis=1) for rank in range(RANKS)]).sum(axis=0)
                     share = np.where(topk_idx >= 0, weights, 0).sum(axis=1) if layout == "expert_major" else ranks
                     np.testing.assert_array_equal(contents(out), sent * share[:, None])
-            comm.synchronize()
+            if isinstance(DEVICE, CpuDevice):
+                assert len(DEVICE.allocations) < allocations  # what was dropped during the capture
+            handle.update(topk_idx[:5], weights[:5], stream=STREAM)
+            if mode == "ht":
+                # Every rank's graph is for more tokens than there are now.
+                graph.replay()
+                with refused(UsageError, "for another number of tokens than the last update, 5"):
+                    comm.synchronize()
 
 
 def refusals() -> None:

@@ -73,7 +73,7 @@ KINDS: list[dict[str, Any]] = [
         ]
     ),
     # So many that the layout takes several blocks, on two ranks more than it looks at at once.
-    {"collective": "dispatch", "mode": "ht", "layout": "flat", "tokens": 300, "batch_size": 300},
+    {"collective": "dispatch", "mode": "ht", "layout": "flat", "tokens": 600, "batch_size": 600},
     *({"collective": name, "variant": variant} for name in EXPERTS for variant in BUFFER_VARIANTS),
     {
         "collective": "reduce_scatter_expert_grads",

@@ -152,6 +152,7 @@ class CpuDevice:
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def fill(self, address: int, nbytes: int, byte: int) -> None:
+        self.synchronize()
         ctypes.memset(address, byte, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

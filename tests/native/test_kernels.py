@@ -163,7 +163,7 @@ FAULTS = {
     ),
     "a block does not wait for what earlier ones have counted": (
         "layout.cu",
-        "dispatch flat ht tokens=300 batch_size=300",
+        "dispatch flat ht tokens=600 batch_size=600",
         "count += is_of(held[i], epoch)",
         "count += held[i] >> 63 == 0",
         DELAYED,

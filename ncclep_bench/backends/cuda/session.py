@@ -20,8 +20,8 @@ from ncclep_bench.runtime.world import MpiGroup
 
 Array = npt.NDArray[Any]
 
-_STATE_WORDS, _FAULT_WORDS = 2, 6
-_PEER_LATE, _EXPERT_OUT_OF_RANGE = 1, 2
+_STATE_WORDS = 3
+_PEER_LATE, _EXPERT_OUT_OF_RANGE, _OTHER_TOKENS = 1, 2, 3
 _ALIGNMENT, _LARGE_ALIGNMENT = 256, 2 << 20
 _WORD_BYTES = 16
 _ALWAYS = 2**64 - 1
@@ -141,11 +141,9 @@ class CudaSession:
         self._owned: list[int] = []
         self._heaps: list[Heap] = []
         self._scopes = weakref.WeakSet[CudaSession]()
-        self._told = device.host_array(8)
+        self._told = device.host_array(24).view(np.uint64)
         self._told[:] = 0
-        fault = np.zeros(_FAULT_WORDS, np.uint64)
-        fault[-1] = self._told.ctypes.data
-        self.fault = self.upload(fault)
+        self.fault = self.upload(np.array([0, 0, self._told.ctypes.data], np.uint64))
         parts = dict.fromkeys(("ready_flags", "done_flags"), 8 * self.size)
         self._heap = self.heap(parts, flags=dict.fromkeys(parts, 1))
         self.meet_neighbours = self.launch(
@@ -271,9 +269,12 @@ class CudaSession:
 
     def check(self) -> None:
         """Raise what the device has reported, after waiting for it."""
-        words = np.zeros(_FAULT_WORDS, dtype=np.uint64)
-        self.device.read(self.fault, words)
-        code, rank, value = (int(word) for word in words[:3])
+        self.device.synchronize()
+        self.check_told()
+
+    def check_told(self) -> None:
+        """Raise what the device has reported so far."""
+        code, rank, value = self._told.tolist()
         if code == _PEER_LATE:
             raise RankError(
                 f"rank {self.rank}: rank {rank} did not reach launch {value} within {self.deadline_s:g} s",
@@ -285,11 +286,11 @@ class CudaSession:
             raise UsageError(
                 f"rank {self.rank}: topk_idx names expert {expert}", hint="allowed: the experts of the case, or -1"
             )
-
-    def check_told(self) -> None:
-        """Raise what the device has reported so far; waits for it only then."""
-        if self._told.any():
-            self.check()
+        if code == _OTHER_TOKENS:
+            raise UsageError(
+                f"rank {self.rank}: a graph held a call for another number of tokens than the last update, {value}",
+                hint="capture update with it, or capture it again after an update with other tokens",
+            )
 
     def close(self) -> None:
         """Free everything; waits for this rank's device alone."""

@@ -19,7 +19,7 @@ from ncclep_bench.native.loader import USUAL_SHARED_BYTES, Launch
 Array = npt.NDArray[Any]
 
 VEC_BYTES = 16
-LAYOUT_THREADS = (256, 128)
+LAYOUT_THREADS = (256, 128, 64)
 """Of a block of route_layout: the most for which there is shared memory."""
 CHOICE_BYTES = 8
 """Weight and expert of a choice."""
@@ -42,7 +42,7 @@ class Split(NamedTuple):
     """Of a block, as a share of the device's usual number; whole warps."""
 
 
-DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 2 * LANES_BYTES, 5 / 4)}
+DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 2 * LANES_BYTES, 3 / 2)}
 COMBINE = {"ht": Split(3 / 8, 14 * LANES_BYTES), "ll": Split(1 / 2, 4 * LANES_BYTES)}
 
 
@@ -143,7 +143,7 @@ class TokenHandle:
                 self.bulk = None
         if self.bulk is not None:
             self.return_pieces = self._pieces(min(self.bulk.piece_bytes, self._bulk_piece_bytes(self.bulk)))
-        self.tokens = 0
+        self.tokens = -1
         self._layout_block = layout_block(session.size, self.most_experts, top_k)
         self._heap = session.heap(parts := self._parts(), flags=self._flags())
         if self.staged and mode == "ll":
@@ -161,15 +161,15 @@ class TokenHandle:
 
     def _bulk_buffers(self, bulk: Bulk) -> int:
         """Buffers that a block of combine_bulk has."""
-        return bulk.push_warps * bulk.push_batch + (self._warps() - bulk.push_warps) * bulk.take_slots
+        return bulk.push_warps * bulk.push_batch + (self._warps(COMBINE[self.mode]) - bulk.push_warps) * bulk.take_slots
 
     def _bulk_piece_bytes(self, bulk: Bulk) -> int:
         """The largest piece of which a block can hold as many as it has buffers."""
         rest = 8 + 20 * self.session.size
         return ((self.session.bulk_bytes - rest) // self._bulk_buffers(bulk) // VEC_BYTES - 1) * VEC_BYTES
 
-    def _warps(self, split: Split | None = None) -> int:
-        return int(self.session.device.threads * (split.threads if split else 1)) // 32
+    def _warps(self, split: Split) -> int:
+        return int(self.session.device.threads * split.threads) // 32
 
     def _parts(self) -> dict[str, int]:
         ranks, slots = self.session.size, self.slots
@@ -321,9 +321,13 @@ class TokenHandle:
         """A combine of the rows at an address, with bulk copies one in this rank's heap; `combined`: where sums go."""
         if self.bulk is not None:
             return self._combine_bulk(self.bulk, rows, weigh=weigh, **others)
-        arguments = {**self._arguments, **self._roles(COMBINE[self.mode]), "returning": rows, "weigh": int(weigh)}
+        split = COMBINE[self.mode]
+        arguments = {**self._arguments, **self._roles(split), "returning": rows, "weigh": int(weigh)}
         return self.session.launch(
-            f"combine_{self.dtype.name}", arguments | others, shared_bytes=8 + 12 * self.session.size
+            f"combine_{self.dtype.name}",
+            arguments | others,
+            threads=32 * self._warps(split),
+            shared_bytes=8 + 12 * self.session.size,
         )
 
     def _combine_bulk(self, bulk: Bulk, rows: int, *, weigh: bool, **others: int) -> Launch:
@@ -332,7 +336,7 @@ class TokenHandle:
             "push_share": bulk.push_share,
             "push_warps": bulk.push_warps,
             "push_batch": bulk.push_batch,
-            "take_warps": self._warps() - bulk.push_warps,
+            "take_warps": self._warps(COMBINE[self.mode]) - bulk.push_warps,
             "take_slots": bulk.take_slots,
             "returning_at": rows - self._heap.addresses[self.session.rank],
             "weigh": int(weigh),

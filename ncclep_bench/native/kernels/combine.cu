@@ -136,6 +136,7 @@ __device__ inline void combine(const TokenArgs& a) {
              item += grid * (int)a.take_warps)
             complete = gather<Element>(a, epoch, row_first, item / pieces, item % pieces);
     }
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) check_tokens(a);
     if (blockIdx.x == gridDim.x - 1) await_all(a, a.return_headers_at, epoch, word);
     leave(a.combine_state, epoch);
 }

@@ -11,8 +11,12 @@ __device__ static i64 stage_row(const TokenArgs& a, u64 epoch, i64 source, i64 s
     return ((epoch & 1) * a.ranks + source) * a.slots + slot;
 }
 
-// One piece of a token into the stages of the other ranks that want it; returns these.
-template <int kLoads, typename To>
+// Loads under way of a lane: a piece of mode ll is no longer, and the fewer registers, the more warps.
+template <bool kLow>
+constexpr int kLoads = kLow ? 2 : kInFlight;
+
+// One piece of a token into the stages of the other ranks that want it; returns these. kLow: mode ll.
+template <bool kLow, typename To>
 __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int piece, To to) {
     i64 row = 0;
     u32 wanted = 0;
@@ -22,7 +26,7 @@ __device__ static u32 push_piece(const TokenArgs& a, u64 epoch, int token, int p
         return wanted = __ballot_sync(kAllLanes, slot >= 0 && lane_id() != a.rank);
     };
     Lying from;
-    copy_piece<kLoads>(
+    copy_piece<kLoads<kLow>>(
         a.rows + token * a.row_vecs, piece_of(a.row_vecs, (int)a.pieces, piece), from, to, decide, [&](int rank) {
             return at<Vec>(a.heaps, rank, a.stage_rows_at) + __shfl_sync(kAllLanes, row, rank) * a.row_vecs;
         });
@@ -116,10 +120,10 @@ __device__ static int row_of(const TokenArgs& a, const int* first, int source, u
 }
 
 // One piece of a received row to each expert's block; `choose()` says where each lane's choice goes. `arrival`: the row's
-// number among all that can come, below 0 where there is none; not read before `choose()`.
-template <int kLoads, typename From, typename Vecs, typename Scales, typename Choose>
-__device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, Scales* scales, const i64& arrival,
-                                    Piece part, const Choose& choose) {
+// number among all that can come, below 0 where there is none.
+template <bool kLow, typename From, typename Vecs, typename Scales, typename Choose>
+__device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, Scales* scales, i64 arrival, Piece part,
+                                    const Choose& choose) {
     Choice choice{-1, 0.0f};
     u32 wanted = 0;
     const auto decide = [&] {
@@ -127,7 +131,7 @@ __device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, S
         return wanted = __ballot_sync(kAllLanes, choice.to >= 0);
     };
     Kept to;
-    copy_piece<kLoads>(row, part, from, to, decide, [&](int lane) {
+    copy_piece<kLoads<kLow>>(row, part, from, to, decide, [&](int lane) {
         return a.out_rows + (i64)__shfl_sync(kAllLanes, choice.to, lane) * a.row_vecs;
     });
     if (part.first != 0 || arrival < 0) return;
@@ -150,30 +154,28 @@ __device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, S
 
 // A piece of this rank's own tokens, which crosses nothing; `placed()` returns when `first` is known, or false. kFirst:
 // one of a warp's, loaded before it is known to stay here; it may be behind the last.
-template <bool kFirst, int kLoads, typename Placed>
+template <bool kLow, bool kFirst, typename Placed>
 __device__ static void expand_own(const TokenArgs& a, const int* first, int item, const Placed& placed) {
     const int pieces = (int)a.pieces, token = item / pieces;
     const bool there = !kFirst || token < a.tokens;
     const int slot = there ? a.slot_of[token * a.ranks + a.rank] : -1;
     if (!kFirst && slot < 0) return;
-    i64 arrival = -1;
     const auto choose = [&] {
         const i64 number = token * a.top_k + lane_id();
         const bool chooses = there && lane_id() < a.top_k;
         const u64 goes_to = chooses ? a.goes_to[number] : kNowhere;
         Choice choice{-1, chooses ? a.topk_weights[number] : 0.0f};
-        if (!placed()) return choice;
-        if (slot >= 0) arrival = a.rank * a.slots + slot;
-        if (goes_to >> 32 == (u64)a.rank) choice.to = row_of(a, first, (int)a.rank, (u32)goes_to);
+        if (placed() && goes_to >> 32 == (u64)a.rank) choice.to = row_of(a, first, (int)a.rank, (u32)goes_to);
         return choice;
     };
     Lying from;
-    expand_piece<kLoads>(a, from, a.rows + token * a.row_vecs, a.scales + token * a.scale_words, arrival,
-                         there ? piece_of(a.row_vecs, pieces, item % pieces) : Piece{0, 0}, choose);
+    expand_piece<kLow>(a, from, a.rows + token * a.row_vecs, a.scales + token * a.scale_words,
+                       slot < 0 ? -1 : a.rank * a.slots + slot,
+                       there ? piece_of(a.row_vecs, pieces, item % pieces) : Piece{0, 0}, choose);
 }
 
 // A row of another rank's; false when it does not come.
-template <bool kLow, int kLoads>
+template <bool kLow>
 __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* first, int source, int slot, int piece) {
     const i64 row = stage_row(a, epoch, source, slot);
     const u64* flag = at<u64>(a.heaps, a.rank, a.stage_flags_at) + row * a.pieces + piece;
@@ -188,9 +190,9 @@ __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* 
         return choice;
     };
     const auto expand = [&](auto& from) {
-        expand_piece<kLoads>(a, from, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
-                             at<u32>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words,
-                             source * a.slots + slot, piece_of(a.row_vecs, (int)a.pieces, piece), choose);
+        expand_piece<kLow>(a, from, at<Vec>(a.heaps, a.rank, a.stage_rows_at) + row * a.row_vecs,
+                           at<u32>(a.heaps, a.rank, a.stage_scales_at) + row * a.scale_words, source * a.slots + slot,
+                           piece_of(a.row_vecs, (int)a.pieces, piece), choose);
     };
     if (kLow) {
         Coming from{flag, epoch + 1, source, waiting_of(a), true};
@@ -207,8 +209,8 @@ __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* 
 }
 
 // Shared memory: 12 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the
-// last take_warps expand. kLow: mode ll.
-template <bool kLow, int kLoads>
+// last take_warps expand.
+template <bool kLow>
 __device__ static void dispatch(const TokenArgs& a) {
     await_previous();
     u64* word = reinterpret_cast<u64*>(shared_bytes());
@@ -233,8 +235,8 @@ __device__ static void dispatch(const TokenArgs& a) {
         for (int item = warp_id() * grid + blockIdx.x; item < a.tokens * pieces; item += stride) {
             const int piece = item % pieces;
             // Where much crosses, a release for each piece also keeps warps from filling the way out of a multiprocessor.
-            const u32 wanted = kLow ? push_piece<kLoads>(a, epoch, item / pieces, piece, Sent{false})
-                                    : push_piece<kLoads>(a, epoch, item / pieces, piece, Kept{});
+            const u32 wanted = kLow ? push_piece<kLow>(a, epoch, item / pieces, piece, Sent{false})
+                                    : push_piece<kLow>(a, epoch, item / pieces, piece, Kept{});
             if (piece == 0) pushed += count_bits(wanted);
         }
         if (pushed && lane_id() == 0) fetch_add(&a.dispatch_state->rows_pushed, pushed);
@@ -247,19 +249,19 @@ __device__ static void dispatch(const TokenArgs& a) {
         const int stride = grid * (int)a.take_warps;
         const int own = (int)a.tokens * pieces;
         int item = taker * grid + blockIdx.x;
-        expand_own<true, kLoads>(a, places.first, item, place);
+        expand_own<kLow, true>(a, places.first, item, place);
         if (item < own) item += stride;
         for (; item < own && complete; item += stride)
-            expand_own<false, kLoads>(a, places.first, item, [] { return true; });
+            expand_own<kLow, false>(a, places.first, item, [] { return true; });
         item -= own;
         for (int distance = 1; distance < a.ranks && complete; ++distance) {
             const int source = (int)((a.rank + distance) % a.ranks), items = places.from[source] * pieces;
             for (; item < items && complete; item += stride)
-                complete =
-                    expand_arrival<kLow, kLoads>(a, epoch, places.first, source, item / pieces, item % pieces);
+                complete = expand_arrival<kLow>(a, epoch, places.first, source, item / pieces, item % pieces);
             item -= items;
         }
         if (closes) {
+            if (number == 0) check_tokens(a);
             for (int expert = number; expert < a.local_experts; expert += threads)
                 a.expert_counts[expert] = places.totals[expert];
             if (number < a.ranks) a.source_counts[number] = a.received[number] = places.from[number];
@@ -269,8 +271,7 @@ __device__ static void dispatch(const TokenArgs& a) {
     leave(a.dispatch_state, epoch);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const TokenArgs a) { dispatch<false, 7>(a); }
-// Pieces are short, and more warps have more of them under way.
-extern "C" __global__ void __launch_bounds__(640, 1) dispatch_expert_ll(const TokenArgs a) { dispatch<true, 2>(a); }
+extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const TokenArgs a) { dispatch<false>(a); }
+extern "C" __global__ void __launch_bounds__(768, 1) dispatch_expert_ll(const TokenArgs a) { dispatch<true>(a); }
 NCCLEP_EXPORT(dispatch_expert)
 NCCLEP_EXPORT(dispatch_expert_ll)

@@ -56,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_flat(const TokenAr
     if (pushed && lane_id() == 0) fetch_add(&a.dispatch_state->rows_pushed, pushed);
     exchange_done(a.heaps, a.rank, a.ranks, a.done_flags_at, epoch, waiting_of(a), word);
     if (blockIdx.x == gridDim.x - 1) {
+        if (threadIdx.x == 0) check_tokens(a);
         bool came = true;
         for (i64 expert = threadIdx.x; expert < a.local_experts; expert += blockDim.x) {
             i64 total = 0;

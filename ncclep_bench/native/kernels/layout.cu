@@ -5,7 +5,8 @@ using namespace ncclep;
 
 constexpr int kChoicesAtOnce = 4, kBlocksAtOnce = 16;  // loads of a thread before it needs the first
 
-// What the earlier blocks have counted in a bin, once they have; false in `came` when one does not.
+// What the earlier blocks have counted in a bin, once they have; false in `came` when one does not. Blocks begin in the
+// order of their numbers, so these have begun.
 __device__ static int counted_before(const TokenArgs& a, u64 epoch, i64 bins, i64 bin, bool& came) {
     const u64* words = a.block_counts + bin;
     u32 count = 0;
@@ -111,6 +112,9 @@ extern "C" __global__ void route_layout(const TokenArgs a) {
             await_count(a, i / header_words(a), i % header_words(a), epoch, came);
     }
     __syncthreads();
-    if (threadIdx.x == 0) a.layout_state->epoch = epoch + 1;
+    if (threadIdx.x == 0) {
+        a.layout_state->tokens = a.tokens;
+        a.layout_state->epoch = epoch + 1;
+    }
 }
 NCCLEP_EXPORT(route_layout)

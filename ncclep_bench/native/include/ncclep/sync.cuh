@@ -11,26 +11,29 @@ namespace ncclep {
 struct State {
     u64 epoch;
     u64 rows_pushed;  // rows (or vectors) moved between ranks, ever
+    u64 tokens;       // of a routing
 };
 
-// First fault of this rank; all zero when there is none.
-struct Fault {
+// The first fault of this rank, as the host reads it in its own memory; all zero when there is none.
+struct Told {
     u64 code;
     u64 rank;
     u64 value;
-    u64 claims;
-    u64 late;   // a deadline has passed: nothing here waits any more
-    u64* told;  // a word of the host's that says when there is one
 };
 
-constexpr u64 kPeerLate = 1, kExpertOutOfRange = 2;
+struct Fault {
+    u64 claims;
+    u64 late;  // a deadline has passed: nothing here waits any more
+    Told* told;
+};
+
+constexpr u64 kPeerLate = 1, kExpertOutOfRange = 2, kOtherTokens = 3;
 
 __device__ inline void raise_fault(Fault* fault, u64 code, u64 rank, u64 value) {
     if (fetch_add(&fault->claims, 1) != 0) return;
-    fault->rank = rank;
-    fault->value = value;
-    store_release(&fault->code, code);
-    store_release(fault->told, code);
+    fault->told->rank = rank;
+    fault->told->value = value;
+    store_release(&fault->told->code, code);
 }
 
 struct Waiting {

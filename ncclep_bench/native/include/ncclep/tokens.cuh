@@ -120,6 +120,12 @@ __device__ inline bool await_all(const TokenArgs& a, i64 flags_at, u64 epoch, u6
     return await_ranks(a.heaps, a.rank, a.ranks, flags_at, epoch, waiting_of(a), word);
 }
 
+// A launch that a graph has kept must be for as many tokens as the routing that it finds. One thread's.
+__device__ inline void check_tokens(const TokenArgs& a) {
+    const u64 tokens = a.layout_state->tokens;
+    if (tokens != (u64)a.tokens) raise_fault(a.fault, kOtherTokens, a.rank, tokens);
+}
+
 // The expert of a choice, or -1 where it is masked or names none.
 template <typename Args>
 __device__ inline int expert_of(const Args& a, i64 choice) {
@@ -174,8 +180,8 @@ __device__ inline Piece piece_of(i64 vecs, int pieces, int piece) {
 }
 
 // Copies a piece of a row to several rows, read once. `decide()` says which, when the first loads are under way, and also
-// where the piece is empty;
-// `target(i)`: start of the i-th of them. The same on all lanes. `from`: Lying or Coming, `to`: Kept or Sent.
+// where the piece is empty; `target(i)`: start of the i-th of them. The same on all lanes. `from`: Lying or Coming, `to`:
+// Kept or Sent.
 template <int kLoads, typename Source, typename From, typename To, typename Decide, typename Target>
 __device__ inline void copy_piece(Source* source, Piece piece, From& from, To& to, const Decide& decide,
                                   const Target& target) {
