@@ -1,23 +1,34 @@
-// Runs kernels on a CPU, one thread per CUDA thread: for tests where there is no GPU, never for speed.
+// Runs kernels on a CPU: for tests where there is no GPU, never for speed.
+//
+// The threads of a launch take turns on the thread that launches them, each until it waits: a few cores have no time to
+// lose on hundreds of real ones. Builds that look for races and for faults of the protocol, with ThreadSanitizer or
+// NCCLEP_DELAYS, have a real one each, NCCLEP_REAL_THREADS.
 //
 // Covered: blocks, __syncthreads, __syncwarp, shuffles, ballots, dynamic shared memory, system-scope loads and stores,
 // atomics. Not covered: lockstep, divergent barriers, the weakness of a GPU's memory order.
 #pragma once
 
+#if defined(__SANITIZE_THREAD__) || defined(NCCLEP_DELAYS)
+#define NCCLEP_REAL_THREADS
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <thread>
+#else
+#undef _FORTIFY_SOURCE  // Its longjmp takes another stack for a broken one.
+#include <setjmp.h>
+#include <ucontext.h>
+#endif
+
+#include <sched.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <thread>
-#include <tuple>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #define __global__
@@ -41,20 +52,16 @@ class Barrier {
         if (here_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
             here_.store(0, std::memory_order_relaxed);
             generation_.fetch_add(1, std::memory_order_release);
-            futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
+            wake();
         } else {
-            for (int looks = 0; generation_.load(std::memory_order_acquire) == generation; ++looks) {
-                if (looks < 16)
-                    sched_yield();
-                else
-                    futex(FUTEX_WAIT_PRIVATE, generation);
-            }
+            await_after(generation);
         }
     }
+    bool is_past(u32 generation) const { return generation_.load(std::memory_order_acquire) != generation; }
 
    private:
-    // As std::atomic's wait and notify_all, whose C++20 takes compilers twice as long.
-    void futex(int operation, u32 value) { syscall(SYS_futex, &generation_, operation, value, nullptr); }
+    void wake();
+    void await_after(u32 generation);
 
     const int count_;
     std::atomic<int> here_{0};
@@ -83,35 +90,157 @@ struct Index {
     int x;
 };
 
+struct Store {
+    Vec* to;
+    const Vec* from;
+    std::vector<Vec> vecs;
+    bool ended, read;
+};
+
 struct Thread {
     Block* block;
     Index thread_index, block_index, block_size, grid_size;
     u32 exchanges;  // of its warp
+    std::vector<Store> stores;
 };
 
-inline thread_local Thread this_thread;
+inline thread_local Thread* this_thread;
 
-inline Warp& this_warp() { return *this_thread.block->warps[this_thread.thread_index.x / kWarp]; }
+inline Warp& this_warp() { return *this_thread->block->warps[this_thread->thread_index.x / kWarp]; }
 
 // What every lane of the warp has given.
 inline const u64* exchange(u64 bits) {
     Warp& warp = this_warp();
-    u64* lanes = warp.lane[this_thread.exchanges++ % 2];
-    lanes[this_thread.thread_index.x % kWarp] = bits;
+    u64* lanes = warp.lane[this_thread->exchanges++ % 2];
+    lanes[this_thread->thread_index.x % kWarp] = bits;
     warp.barrier.wait();
     return lanes;
 }
 
+using Work = void (*)(const void*);
+
+#ifdef NCCLEP_REAL_THREADS
+
+// As std::atomic's wait and notify_all, whose C++20 takes compilers twice as long.
+inline void Barrier::wake() { syscall(SYS_futex, &generation_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr); }
+
+inline void Barrier::await_after(u32 generation) {
+    for (int looks = 0; !is_past(generation); ++looks) {
+        if (looks < 16)
+            sched_yield();
+        else
+            syscall(SYS_futex, &generation_, FUTEX_WAIT_PRIVATE, generation, nullptr);
+    }
+}
+
+inline void spin_pause() { sched_yield(); }
+
+inline void run_all(std::vector<Thread>& threads, Work work, const void* argument) {
+    std::vector<std::thread> running;
+    for (Thread& thread : threads)
+        running.emplace_back([&] {
+            this_thread = &thread;
+            work(argument);
+        });
+    for (std::thread& thread : running) thread.join();
+}
+
+#else
+
+// What a thread of a launch runs on; kept for the next launch.
+struct Fiber {
+    static constexpr size_t kStackBytes = 256 << 10;  // as much as is used takes memory
+    std::unique_ptr<char[]> stack{new char[kStackBytes]};
+    bool started = false, busy = false;
+    const Barrier* barrier = nullptr;  // that it waits at for the end of
+    u32 generation = 0;
+    jmp_buf left;
+};
+
+struct Fibers {
+    std::vector<std::unique_ptr<Fiber>> all;
+    Fiber* running = nullptr;
+    Work work = nullptr;
+    const void* argument = nullptr;
+    jmp_buf left;  // where they are resumed
+    bool backwards = false;
+};
+
+// Of this thread, which they never leave.
+inline thread_local Fibers fibers;
+
+// Not swapcontext, which calls the kernel and takes 20 times as long.
+inline void leave_fiber() {
+    if (_setjmp(fibers.running->left) == 0) _longjmp(fibers.left, 1);
+}
+
+inline void run_fiber() {
+    for (;;) {
+        fibers.work(fibers.argument);
+        fibers.running->busy = false;
+        leave_fiber();
+    }
+}
+
+inline void resume(Fiber& fiber) {
+    fibers.running = &fiber;
+    if (_setjmp(fibers.left) != 0) return;
+    if (fiber.started) _longjmp(fiber.left, 1);
+    fiber.started = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_size = Fiber::kStackBytes;
+    makecontext(&context, run_fiber, 0);
+    setcontext(&context);
+}
+
+inline void Barrier::wake() {}
+
+inline void Barrier::await_after(u32 generation) {
+    fibers.running->barrier = this;
+    fibers.running->generation = generation;
+    leave_fiber();
+}
+
+inline void spin_pause() { leave_fiber(); }
+
+inline void run_all(std::vector<Thread>& threads, Work work, const void* argument) {
+    const size_t count = threads.size();
+    while (fibers.all.size() < count) fibers.all.emplace_back(new Fiber);
+    fibers.work = work;
+    fibers.argument = argument;
+    for (size_t i = 0; i < count; ++i) fibers.all[i]->busy = true;
+    for (size_t left = count; left > 0;) {
+        bool waits = true;
+        // To and fro, so that no thread is always ahead of another.
+        fibers.backwards = !fibers.backwards;
+        for (size_t i = 0; i < count; ++i) {
+            const size_t at = fibers.backwards ? count - 1 - i : i;
+            Fiber& fiber = *fibers.all[at];
+            if (!fiber.busy || (fiber.barrier != nullptr && !fiber.barrier->is_past(fiber.generation))) continue;
+            fiber.barrier = nullptr;
+            this_thread = &threads[at];
+            resume(fiber);
+            left -= !fiber.busy;
+            waits = waits && fiber.busy && fiber.barrier == nullptr;
+        }
+        if (waits) sched_yield();  // for what other ranks do
+    }
+}
+
+#endif
+
 }  // namespace ncclep
 
-#define threadIdx ncclep::this_thread.thread_index
-#define blockIdx ncclep::this_thread.block_index
-#define blockDim ncclep::this_thread.block_size
-#define gridDim ncclep::this_thread.grid_size
+#define threadIdx ncclep::this_thread->thread_index
+#define blockIdx ncclep::this_thread->block_index
+#define blockDim ncclep::this_thread->block_size
+#define gridDim ncclep::this_thread->grid_size
 
 #include "ncclep/delays.cuh"
 
-inline void __syncthreads() { ncclep::this_thread.block->barrier.wait(); }
+inline void __syncthreads() { ncclep::this_thread->block->barrier.wait(); }
 inline void __syncwarp() { ncclep::this_warp().barrier.wait(); }
 
 template <typename T>
@@ -144,7 +273,7 @@ inline u32 __ballot_sync(u32, bool vote) {
 
 namespace ncclep {
 
-inline unsigned char* shared_bytes() { return reinterpret_cast<unsigned char*>(this_thread.block->bytes.data()); }
+inline unsigned char* shared_bytes() { return reinterpret_cast<unsigned char*>(this_thread->block->bytes.data()); }
 inline u64 load_acquire(const u64* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
 inline void store_release(u64* address, u64 value) {
     NCCLEP_DELAY(address, value, 32);
@@ -155,7 +284,7 @@ inline void store_release(u64* address, u64 value) {
 inline u64 load_word(const u64* address) { return load_acquire(address); }
 inline void store_word(u64* address, u64 value) { store_release(address, value); }
 inline u64 fetch_add(u64* address, u64 value) { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); }
-inline void sync_some(int, int threads) { this_thread.block->some.wait(threads); }
+inline void sync_some(int, int threads) { this_thread->block->some.wait(threads); }
 inline void or_shared(u32* address, u32 bits) { __atomic_fetch_or(address, bits, __ATOMIC_RELAXED); }
 #ifdef __SANITIZE_THREAD__
 // ThreadSanitizer knows no fences; the release that follows each of them orders the same here.
@@ -166,7 +295,6 @@ inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst)
 inline u64 now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
 inline void await_previous() {}  // launches follow each other here
 
-inline void spin_pause() { sched_yield(); }
 inline Vec load_once(const Vec* address) { return *address; }
 inline void store_once(Vec* address, Vec v) { *address = v; }
 inline u32 load_words(const u32* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
@@ -257,25 +385,16 @@ inline void await_landing(Landing* landing, u32 number) {
     }
 }
 
-struct Store {
-    Vec* to;
-    const Vec* from;
-    std::vector<Vec> vecs;
-    bool ended, read;
-};
-
-inline thread_local std::vector<Store> stores;
-
 inline void bulk_store(Vec* to, const Vec* from, int vecs) {
-    stores.push_back(Store{to, from, std::vector<Vec>(vecs), false, false});
+    this_thread->stores.push_back(Store{to, from, std::vector<Vec>(vecs), false, false});
 }
 
 inline void end_stores() {
-    for (Store& store : stores) store.ended = true;
+    for (Store& store : this_thread->stores) store.ended = true;
 }
 
 inline void await_stores_read() {
-    for (Store& store : stores)
+    for (Store& store : this_thread->stores)
         if (store.ended && !store.read) {
             store.vecs.assign(store.from, store.from + store.vecs.size());
             store.read = true;
@@ -285,13 +404,13 @@ inline void await_stores_read() {
 inline void await_stores() {
     await_stores_read();
     std::vector<Store> left;
-    for (Store& store : stores) {
+    for (Store& store : this_thread->stores) {
         if (store.read)
             std::memcpy(store.to, store.vecs.data(), store.vecs.size() * sizeof(Vec));
         else
             left.push_back(store);
     }
-    stores.swap(left);
+    this_thread->stores.swap(left);
 }
 
 template <typename Arguments>
@@ -299,15 +418,14 @@ void launch(void (*kernel)(Arguments), int blocks, int threads, size_t shared, c
     typename std::remove_const<Arguments>::type arguments;
     std::memcpy(&arguments, packed, sizeof arguments);
     std::vector<std::unique_ptr<Block>> grid;
-    std::vector<std::thread> running;
-    for (int block = 0; block < blocks; ++block) grid.emplace_back(new Block(threads, shared));
-    for (int block = 0; block < blocks; ++block)
+    std::vector<Thread> all;
+    for (int block = 0; block < blocks; ++block) {
+        grid.emplace_back(new Block(threads, shared));
         for (int thread = 0; thread < threads; ++thread)
-            running.emplace_back([&, block, thread] {
-                this_thread = Thread{grid[block].get(), {thread}, {block}, {threads}, {blocks}, 0};
-                kernel(arguments);
-            });
-    for (std::thread& thread : running) thread.join();
+            all.push_back(Thread{grid[block].get(), {thread}, {block}, {threads}, {blocks}, 0, {}});
+    }
+    const auto run = [&] { kernel(arguments); };
+    run_all(all, [](const void* argument) { (*static_cast<decltype(run)*>(argument))(); }, &run);
 }
 
 }  // namespace ncclep
