@@ -12,7 +12,8 @@ from ncclep_bench.collectives.verify import first_wrong
 from ncclep_bench.model.case import Case
 from ncclep_bench.model.plan import Entries, RowPlan
 from ncclep_bench.registry import COLLECTIVES
-from tests.cases import EXPERT_COLLECTIVES, TOKEN_COLLECTIVES, cases, make_case, make_problem
+from tests.cases import EXPERT_COLLECTIVES, TOKEN_COLLECTIVES, make_case, make_problem
+from tests.strategies import cases
 
 
 def run(prepared: InMemoryPrepared, problem: Problem, draw: int) -> list[str]:
