@@ -11,10 +11,9 @@
 #if defined(__SANITIZE_THREAD__) || defined(NCCLEP_DELAYS)
 #define NCCLEP_REAL_THREADS
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <thread>
 #else
 #undef _FORTIFY_SOURCE  // Its longjmp takes another stack for a broken one.
 #include <setjmp.h>
@@ -22,13 +21,12 @@
 #endif
 
 #include <sched.h>
+#include <time.h>
 
-#include <atomic>
-#include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <type_traits>
+#include <deque>
 #include <vector>
 
 #define __global__
@@ -48,24 +46,24 @@ class Barrier {
     explicit Barrier(int count) : count_(count) {}
     void wait() { wait(count_); }
     void wait(int count) {
-        const u32 generation = generation_.load(std::memory_order_acquire);
-        if (here_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
-            here_.store(0, std::memory_order_relaxed);
-            generation_.fetch_add(1, std::memory_order_release);
+        const u32 generation = __atomic_load_n(&generation_, __ATOMIC_ACQUIRE);
+        if (__atomic_add_fetch(&here_, 1, __ATOMIC_ACQ_REL) == count) {
+            __atomic_store_n(&here_, 0, __ATOMIC_RELAXED);
+            __atomic_fetch_add(&generation_, 1, __ATOMIC_RELEASE);
             wake();
         } else {
             await_after(generation);
         }
     }
-    bool is_past(u32 generation) const { return generation_.load(std::memory_order_acquire) != generation; }
+    bool is_past(u32 generation) const { return __atomic_load_n(&generation_, __ATOMIC_ACQUIRE) != generation; }
 
    private:
     void wake();
     void await_after(u32 generation);
 
     const int count_;
-    std::atomic<int> here_{0};
-    std::atomic<u32> generation_{0};
+    int here_ = 0;
+    u32 generation_ = 0;
 };
 
 struct Warp {
@@ -78,11 +76,11 @@ struct Warp {
 struct Block {
     Block(int threads, size_t shared) : barrier(threads), some(threads), bytes(shared / 16 + 1) {
         for (int first = 0; first < threads; first += kWarp)
-            warps.emplace_back(new Warp(threads - first < kWarp ? threads - first : kWarp));
+            warps.emplace_back(threads - first < kWarp ? threads - first : kWarp);
     }
     Barrier barrier;
     Barrier some;  // one such barrier is enough for the kernels
-    std::vector<std::unique_ptr<Warp>> warps;
+    std::deque<Warp> warps;
     std::vector<Vec> bytes;
 };
 
@@ -106,7 +104,7 @@ struct Thread {
 
 inline thread_local Thread* this_thread;
 
-inline Warp& this_warp() { return *this_thread->block->warps[this_thread->thread_index.x / kWarp]; }
+inline Warp& this_warp() { return this_thread->block->warps[this_thread->thread_index.x / kWarp]; }
 
 // What every lane of the warp has given.
 inline const u64* exchange(u64 bits) {
@@ -121,7 +119,6 @@ using Work = void (*)(const void*);
 
 #ifdef NCCLEP_REAL_THREADS
 
-// As std::atomic's wait and notify_all, whose C++20 takes compilers twice as long.
 inline void Barrier::wake() { syscall(SYS_futex, &generation_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr); }
 
 inline void Barrier::await_after(u32 generation) {
@@ -136,29 +133,40 @@ inline void Barrier::await_after(u32 generation) {
 inline void spin_pause() { sched_yield(); }
 
 inline void run_all(std::vector<Thread>& threads, Work work, const void* argument) {
-    std::vector<std::thread> running;
-    for (Thread& thread : threads)
-        running.emplace_back([&] {
-            this_thread = &thread;
-            work(argument);
-        });
-    for (std::thread& thread : running) thread.join();
+    struct Start {
+        Thread* thread;
+        Work work;
+        const void* argument;
+        pthread_t running;
+    };
+    std::vector<Start> starts;
+    for (Thread& thread : threads) starts.push_back(Start{&thread, work, argument, {}});
+    const auto run = [](void* given) -> void* {
+        const Start& start = *static_cast<const Start*>(given);
+        this_thread = start.thread;
+        start.work(start.argument);
+        return nullptr;
+    };
+    for (Start& start : starts)
+        if (pthread_create(&start.running, nullptr, run, &start) != 0) abort();
+    for (Start& start : starts) pthread_join(start.running, nullptr);
 }
 
 #else
 
 // What a thread of a launch runs on; kept for the next launch.
 struct Fiber {
-    static constexpr size_t kStackBytes = 256 << 10;  // as much as is used takes memory
-    std::unique_ptr<char[]> stack{new char[kStackBytes]};
+    static constexpr size_t kStackBytes = 256 << 10;
+    char* stack = new char[kStackBytes];  // what is used of it takes memory
     bool started = false, busy = false;
     const Barrier* barrier = nullptr;  // that it waits at for the end of
     u32 generation = 0;
     jmp_buf left;
+    ~Fiber() { delete[] stack; }
 };
 
 struct Fibers {
-    std::vector<std::unique_ptr<Fiber>> all;
+    std::deque<Fiber> all;
     Fiber* running = nullptr;
     Work work = nullptr;
     const void* argument = nullptr;
@@ -189,7 +197,7 @@ inline void resume(Fiber& fiber) {
     fiber.started = true;
     ucontext_t context;
     getcontext(&context);
-    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_sp = fiber.stack;
     context.uc_stack.ss_size = Fiber::kStackBytes;
     makecontext(&context, run_fiber, 0);
     setcontext(&context);
@@ -207,17 +215,17 @@ inline void spin_pause() { leave_fiber(); }
 
 inline void run_all(std::vector<Thread>& threads, Work work, const void* argument) {
     const size_t count = threads.size();
-    while (fibers.all.size() < count) fibers.all.emplace_back(new Fiber);
+    while (fibers.all.size() < count) fibers.all.emplace_back();
     fibers.work = work;
     fibers.argument = argument;
-    for (size_t i = 0; i < count; ++i) fibers.all[i]->busy = true;
+    for (size_t i = 0; i < count; ++i) fibers.all[i].busy = true;
     for (size_t left = count; left > 0;) {
         bool waits = true;
         // To and fro, so that no thread is always ahead of another.
         fibers.backwards = !fibers.backwards;
         for (size_t i = 0; i < count; ++i) {
             const size_t at = fibers.backwards ? count - 1 - i : i;
-            Fiber& fiber = *fibers.all[at];
+            Fiber& fiber = fibers.all[at];
             if (!fiber.busy || (fiber.barrier != nullptr && !fiber.barrier->is_past(fiber.generation))) continue;
             fiber.barrier = nullptr;
             this_thread = &threads[at];
@@ -290,9 +298,13 @@ inline void or_shared(u32* address, u32 bits) { __atomic_fetch_or(address, bits,
 // ThreadSanitizer knows no fences; the release that follows each of them orders the same here.
 inline void fence_system() {}
 #else
-inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
-inline u64 now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+inline u64 now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (u64)now.tv_sec * 1'000'000'000 + (u64)now.tv_nsec;
+}
 inline void await_previous() {}  // launches follow each other here
 
 inline Vec load_once(const Vec* address) { return *address; }
@@ -415,14 +427,14 @@ inline void await_stores() {
 
 template <typename Arguments>
 void launch(void (*kernel)(Arguments), int blocks, int threads, size_t shared, const void* packed) {
-    typename std::remove_const<Arguments>::type arguments;
+    Arguments arguments;
     std::memcpy(&arguments, packed, sizeof arguments);
-    std::vector<std::unique_ptr<Block>> grid;
+    std::deque<Block> grid;
     std::vector<Thread> all;
     for (int block = 0; block < blocks; ++block) {
-        grid.emplace_back(new Block(threads, shared));
+        grid.emplace_back(threads, shared);
         for (int thread = 0; thread < threads; ++thread)
-            all.push_back(Thread{grid[block].get(), {thread}, {block}, {threads}, {blocks}, 0, {}});
+            all.push_back(Thread{&grid[block], {thread}, {block}, {threads}, {blocks}, 0, {}});
     }
     const auto run = [&] { kernel(arguments); };
     run_all(all, [](const void* argument) { (*static_cast<decltype(run)*>(argument))(); }, &run);

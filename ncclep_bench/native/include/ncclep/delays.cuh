@@ -14,7 +14,10 @@ __device__ inline void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"
 #else
 constexpr u32 kShortestDelayNs = 4000, kLongDelayNs = 100'000'000;
 
-inline void sleep_ns(u32 ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
+inline void sleep_ns(u32 ns) {
+    const timespec duration{0, ns};
+    nanosleep(&duration, nullptr);
+}
 #endif
 
 // Half of the time none, else the shortest or up to 256 times that, and one in so many outlasts a launch: pseudo-random
