@@ -62,7 +62,12 @@ def nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     before = shared_memory()
     yield
     abandoned, folders, processes = leftovers()
-    assert (abandoned - before, folders, processes) == (set(), [], [])
+    assert (folders, processes) == ([], [])
+    # Ranks of tests beside this one begin and end; what they leave for a moment is gone soon.
+    give_up_at = time.monotonic() + 20
+    while abandoned := (abandoned - before) & shared_memory():
+        assert time.monotonic() < give_up_at, abandoned
+        time.sleep(0.1)
 
 
 def doctor(*arguments: object) -> tuple[int, dict[str, Any], str]:
