@@ -32,8 +32,6 @@ _PROBE_BYTES = 256
 _NOT_READY = 600
 _DEFAULT_STREAMS = (0, 1, 2)
 """None at all, the legacy one, and the one of each thread."""
-_RELAXED = 2
-"""The mode in which a capture watches no other calls."""
 _SPIN_S = 1e-3
 _TO_DEVICE, _FROM_DEVICE, _BY_ADDRESS = 1, 2, 4
 _BUFFER_ID, _DEVICE_ORDINAL = 7, 9
@@ -249,10 +247,8 @@ class CudaDevice:
         self._runtime.deviceSynchronize()
 
     def free(self, address: int) -> None:
-        # What is freed need not have to do with what the user is capturing meanwhile.
-        with _any_capture_allows():
-            self.synchronize()
-            self._runtime.free(address)
+        self.synchronize()
+        self._runtime.free(address)
 
     def reachable(self, candidates: Collection[int], group: Group) -> set[int]:
         own = self.allocate(_PROBE_BYTES)
@@ -550,17 +546,6 @@ class _LaunchConfig(ctypes.Structure):
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _EARLY = (_LaunchAttribute * 1)(_LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
-
-
-@contextlib.contextmanager
-def _any_capture_allows() -> Iterator[None]:
-    """Inside, a stream that is being captured forbids this thread nothing but what enters the graph itself."""
-    mode = ctypes.c_int(_RELAXED)
-    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _current_context() -> ctypes.c_void_p:
