@@ -61,7 +61,8 @@ class EpCommunicator:
     hold. All ranks replay it equally often, in the same order among their other calls, and not after the handle's end.
     Without `update` it holds for the number of tokens (another is raised as above), in mode `ht` for the very routing
     with which it was captured; with it, the next call outside needs an `update` before. A replay is its stream's: only
-    streams put it in order with other calls, and `synchronize` does not wait for it.
+    streams put it in order with other calls, and `synchronize` does not wait for it. While something else is being
+    captured, no array or handle may be dropped, since that frees memory.
     """
 
     def __init__(self, group: object, ep_config: EpConfig) -> None:

@@ -292,6 +292,8 @@ def as_threads(seed: int, count: int, ranks: int, flags: list[str]) -> str | Non
 
 if __name__ == "__main__":
     tokens.bulk_of = bulk_of
+    # A block of two warps becomes one of three, as on a GPU blocks of mode ll have more than others.
+    tokens.DISPATCH["ll"] = tokens.DISPATCH["ll"]._replace(threads=3 / 2)
     seed, count, *others = sys.argv[1:]
     turns.update(dict.fromkeys(range(32), int(seed)))
     if others:

@@ -42,7 +42,7 @@ class Split(NamedTuple):
     """Of a block, as a share of the device's usual number; whole warps."""
 
 
-DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 2 * LANES_BYTES, 3 / 2)}
+DISPATCH = {"ht": Split(1 / 4, 1 << 30), "ll": Split(1 / 4, 2 * LANES_BYTES, 5 / 4)}
 COMBINE = {"ht": Split(3 / 8, 14 * LANES_BYTES), "ll": Split(1 / 2, 4 * LANES_BYTES)}
 
 

@@ -107,6 +107,7 @@ __device__ inline void combine(const TokenArgs& a) {
     const u64 epoch = *epoch_of_block(a.combine_state);
     const int grid = gridDim.x, pieces = (int)a.return_pieces;
     if (blockIdx.x == 0) signal_all(a, a.return_headers_at, epoch);
+    check_tokens(a);
     if (threadIdx.x < a.ranks) {
         received[threadIdx.x] = a.received[threadIdx.x];
         i64 first = a.low_latency ? threadIdx.x * a.slots : 0;
@@ -136,7 +137,6 @@ __device__ inline void combine(const TokenArgs& a) {
              item += grid * (int)a.take_warps)
             complete = gather<Element>(a, epoch, row_first, item / pieces, item % pieces);
     }
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) check_tokens(a);
     if (blockIdx.x == gridDim.x - 1) await_all(a, a.return_headers_at, epoch, word);
     leave(a.combine_state, epoch);
 }

@@ -204,7 +204,7 @@ __device__ inline void combine_bulk(const TokenArgs& a) {
     const Shared s = shared_of(a);
     const u64 epoch = *epoch_of_block(a.combine_state);
     if (blockIdx.x == 0) signal_all(a, a.return_headers_at, epoch);
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) check_tokens(a);
+    check_tokens(a);
     for (int i = threadIdx.x; i < buffer_count(a); i += blockDim.x) begin_landing(s.landings + i);
     if (threadIdx.x < a.ranks) {
         const u64 counts = a.layout_state->epoch - 1;

@@ -222,6 +222,7 @@ __device__ static void dispatch(const TokenArgs& a) {
     const u64 epoch = *epoch_of_block(a.dispatch_state), counts = count_epoch(a, epoch);
     const int grid = gridDim.x, pieces = (int)a.pieces, warps = warps_per_block();
     const bool closes = blockIdx.x == gridDim.x - 1;
+    check_tokens(a);
     if (kLow) {
         // The last threads of the grid, which have the fewest rows to send.
         const int number = (grid * warps - 1 - (warp_id() * grid + (int)blockIdx.x)) * 32 + lane_id();
@@ -261,7 +262,6 @@ __device__ static void dispatch(const TokenArgs& a) {
             item -= items;
         }
         if (closes) {
-            if (number == 0) check_tokens(a);
             for (int expert = number; expert < a.local_experts; expert += threads)
                 a.expert_counts[expert] = places.totals[expert];
             if (number < a.ranks) a.source_counts[number] = a.received[number] = places.from[number];
@@ -272,6 +272,6 @@ __device__ static void dispatch(const TokenArgs& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) dispatch_expert(const TokenArgs a) { dispatch<false>(a); }
-extern "C" __global__ void __launch_bounds__(768, 1) dispatch_expert_ll(const TokenArgs a) { dispatch<true>(a); }
+extern "C" __global__ void __launch_bounds__(640, 1) dispatch_expert_ll(const TokenArgs a) { dispatch<true>(a); }
 NCCLEP_EXPORT(dispatch_expert)
 NCCLEP_EXPORT(dispatch_expert_ll)

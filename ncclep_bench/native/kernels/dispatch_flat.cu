@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_flat(const TokenAr
     u64* word = reinterpret_cast<u64*>(shared_bytes());
     i64* first_row = reinterpret_cast<i64*>(word + 1);
     const u64 epoch = *epoch_of_block(a.dispatch_state), counts = count_epoch(a, epoch);
+    check_tokens(a);
     if (blockIdx.x == 0) {
         // Whoever read the last outputs came earlier in this stream, so they may be overwritten.
         signal_all(a, a.ready_flags_at, epoch);
@@ -56,7 +57,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_flat(const TokenAr
     if (pushed && lane_id() == 0) fetch_add(&a.dispatch_state->rows_pushed, pushed);
     exchange_done(a.heaps, a.rank, a.ranks, a.done_flags_at, epoch, waiting_of(a), word);
     if (blockIdx.x == gridDim.x - 1) {
-        if (threadIdx.x == 0) check_tokens(a);
         bool came = true;
         for (i64 expert = threadIdx.x; expert < a.local_experts; expert += blockDim.x) {
             i64 total = 0;

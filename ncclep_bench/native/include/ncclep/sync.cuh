@@ -23,7 +23,7 @@ struct Told {
 
 struct Fault {
     u64 claims;
-    u64 late;  // a deadline has passed: nothing here waits any more
+    u64 late;  // nothing here waits any more
     Told* told;
 };
 
@@ -34,6 +34,12 @@ __device__ inline void raise_fault(Fault* fault, u64 code, u64 rank, u64 value) 
     fault->told->rank = rank;
     fault->told->value = value;
     store_release(&fault->told->code, code);
+}
+
+// The same of what makes waiting vain.
+__device__ inline void give_up(Fault* fault, u64 code, u64 rank, u64 value) {
+    raise_fault(fault, code, rank, value);
+    store_word(&fault->late, 1);
 }
 
 struct Waiting {
@@ -54,8 +60,7 @@ __device__ inline bool wait_until(const u64* word, const Done& done, u64 value, 
         if (tries % 64 == 0) {
             if (load_word(&waiting.fault->late) != 0) return false;
             if (now_ns() - start > waiting.deadline_ns) {
-                raise_fault(waiting.fault, kPeerLate, peer, value);
-                store_word(&waiting.fault->late, 1);
+                give_up(waiting.fault, kPeerLate, peer, value);
                 return false;
             }
         }

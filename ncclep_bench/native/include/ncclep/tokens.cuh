@@ -120,10 +120,11 @@ __device__ inline bool await_all(const TokenArgs& a, i64 flags_at, u64 epoch, u6
     return await_ranks(a.heaps, a.rank, a.ranks, flags_at, epoch, waiting_of(a), word);
 }
 
-// A launch that a graph has kept must be for as many tokens as the routing that it finds. One thread's.
+// A launch that a graph has kept must be for as many tokens as the routing that it finds. For one warp to look.
 __device__ inline void check_tokens(const TokenArgs& a) {
+    if (blockIdx.x != gridDim.x - 1 || threadIdx.x != blockDim.x - 1) return;
     const u64 tokens = a.layout_state->tokens;
-    if (tokens != (u64)a.tokens) raise_fault(a.fault, kOtherTokens, a.rank, tokens);
+    if (tokens != (u64)a.tokens) give_up(a.fault, kOtherTokens, a.rank, tokens);
 }
 
 // The expert of a choice, or -1 where it is masked or names none.
