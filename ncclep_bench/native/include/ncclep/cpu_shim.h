@@ -131,6 +131,7 @@ inline void Barrier::await_after(u32 generation) {
 }
 
 inline void spin_pause() { sched_yield(); }
+inline void let_others() {}
 
 inline void run_all(std::vector<Thread>& threads, Work work, const void* argument) {
     struct Start {
@@ -171,7 +172,7 @@ struct Fibers {
     Work work = nullptr;
     const void* argument = nullptr;
     jmp_buf left;  // where they are resumed
-    bool backwards = false;
+    bool backwards = false, waits = false;
 };
 
 // Of this thread, which they never leave.
@@ -213,6 +214,12 @@ inline void Barrier::await_after(u32 generation) {
 
 inline void spin_pause() { leave_fiber(); }
 
+// Before what other ranks see, so that who takes rows looks for them as early as if all ran at the same time.
+inline void let_others() {
+    fibers.waits = false;
+    leave_fiber();
+}
+
 inline void run_all(std::vector<Thread>& threads, Work work, const void* argument) {
     const size_t count = threads.size();
     while (fibers.all.size() < count) fibers.all.emplace_back();
@@ -220,7 +227,7 @@ inline void run_all(std::vector<Thread>& threads, Work work, const void* argumen
     fibers.argument = argument;
     for (size_t i = 0; i < count; ++i) fibers.all[i].busy = true;
     for (size_t left = count; left > 0;) {
-        bool waits = true;
+        fibers.waits = true;
         // To and fro, so that no thread is always ahead of another.
         fibers.backwards = !fibers.backwards;
         for (size_t i = 0; i < count; ++i) {
@@ -231,9 +238,9 @@ inline void run_all(std::vector<Thread>& threads, Work work, const void* argumen
             this_thread = &threads[at];
             resume(fiber);
             left -= !fiber.busy;
-            waits = waits && fiber.busy && fiber.barrier == nullptr;
+            fibers.waits = fibers.waits && fiber.busy && fiber.barrier == nullptr;
         }
-        if (waits) sched_yield();  // for what other ranks do
+        if (fibers.waits) sched_yield();  // for what other ranks do
     }
 }
 
@@ -284,6 +291,7 @@ namespace ncclep {
 inline unsigned char* shared_bytes() { return reinterpret_cast<unsigned char*>(this_thread->block->bytes.data()); }
 inline u64 load_acquire(const u64* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
 inline void store_release(u64* address, u64 value) {
+    let_others();
     NCCLEP_DELAY(address, value, 32);
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     NCCLEP_DELAY(address, ~value, 32);
@@ -316,6 +324,7 @@ inline Vec load_words(const Vec* v) {
     return Vec{load_words(&v->x), load_words(&v->y), load_words(&v->z), load_words(&v->w)};
 }
 inline void store_words(Vec* to, Vec v) {
+    let_others();
     NCCLEP_DELAY(to, v.w, 4096);
     store_words(&to->w, v.w), store_words(&to->z, v.z);
     NCCLEP_DELAY(to, v.x, 4096);
