@@ -172,7 +172,8 @@ struct Fibers {
     Work work = nullptr;
     const void* argument = nullptr;
     jmp_buf left;  // where they are resumed
-    bool backwards = false, waits = false;
+    bool waits = false;
+    u64 turns = 0;
 };
 
 // Of this thread, which they never leave.
@@ -220,6 +221,14 @@ inline void let_others() {
     leave_fiber();
 }
 
+// One bit for each warp: whether it rests. Pseudo-random and another for each rank, for 32 turns on end, so that some
+// warps are ahead as they are on a machine that runs them in its own order.
+inline u64 resting(u64 turn) {
+    u64 bits = ((u64)&fibers + turn / 32) * 0x9e3779b97f4a7c15ull;
+    bits = (bits ^ bits >> 32) * 0xd1342543de82ef95ull;
+    return bits ^ bits >> 32;
+}
+
 inline void run_all(std::vector<Thread>& threads, Work work, const void* argument) {
     const size_t count = threads.size();
     while (fibers.all.size() < count) fibers.all.emplace_back();
@@ -228,12 +237,12 @@ inline void run_all(std::vector<Thread>& threads, Work work, const void* argumen
     for (size_t i = 0; i < count; ++i) fibers.all[i].busy = true;
     for (size_t left = count; left > 0;) {
         fibers.waits = true;
-        // To and fro, so that no thread is always ahead of another.
-        fibers.backwards = !fibers.backwards;
+        const u64 rest = resting(++fibers.turns);
         for (size_t i = 0; i < count; ++i) {
-            const size_t at = fibers.backwards ? count - 1 - i : i;
+            // To and fro, so that no thread is always ahead of another.
+            const size_t at = fibers.turns % 2 ? count - 1 - i : i;
             Fiber& fiber = fibers.all[at];
-            if (!fiber.busy || (fiber.barrier != nullptr && !fiber.barrier->is_past(fiber.generation))) continue;
+            if (!fiber.busy || rest >> at / kWarp % 64 & 1 || (fiber.barrier != nullptr && !fiber.barrier->is_past(fiber.generation))) continue;
             fiber.barrier = nullptr;
             this_thread = &threads[at];
             resume(fiber);
