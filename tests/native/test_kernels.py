@@ -255,12 +255,12 @@ FAULTS = {
     "a piece with blank words is announced too soon": (
         "dispatch_expert.cu",
         f"dispatch expert_major ll hidden=4096 {FEW_TOKENS}",
-        "    Lying from;\n    copy_piece<kLoads>(",
+        "    Lying from;\n    copy_piece<kLoads<kLow>>(",
         "    Lying from;\n"
         "    if (lane_id() < a.ranks)\n"
         "        store_release(at<u64>(a.heaps, lane_id(), a.stage_flags_at) +\n"
         "                      stage_row(a, epoch, a.rank, token) * a.pieces + piece, epoch + 1);\n"
-        "    copy_piece<kLoads>(",
+        "    copy_piece<kLoads<kLow>>(",
         DELAYED,
     ),
     "a word that several read is not awaited": (

@@ -211,7 +211,7 @@ __device__ static bool expand_arrival(const TokenArgs& a, u64 epoch, const int* 
 // Shared memory: 12 + 4 × (ranks × local_experts + local_experts + ranks) bytes. The first push_warps of a block send, the
 // last take_warps expand.
 template <bool kLow>
-__device__ static void dispatch(const TokenArgs& a) {
+__device__ inline void dispatch(const TokenArgs& a) {
     await_previous();
     u64* word = reinterpret_cast<u64*>(shared_bytes());
     Places places;
