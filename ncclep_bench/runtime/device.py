@@ -148,7 +148,9 @@ def missing() -> str | None:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no usable GPU: {error}"
+        # Without any driver CUDA finds it too old.
+        no_driver = "" if Path("/dev/nvidiactl").exists() else ": no NVIDIA driver is installed, or visible here"
+        return f"no usable GPU{no_driver}: {error}"
     if count == 0:
         return "no GPU is visible"
     for index in range(count):
@@ -172,9 +174,7 @@ class CudaDevice:
     def __init__(self, rank: int, index: int | None = None) -> None:
         """`index`: which GPU, else that of the rank's number. Raises CannotRunError when `missing` has a reason."""
         if (reason := missing()) is not None:
-            raise CannotRunError(
-                f"rank {rank}: {reason}", hint="pip install 'ncclep-bench[cuda13]' on a machine with GPUs"
-            )
+            raise CannotRunError(f"rank {rank}: {reason}", hint="ncclep-doctor check shows what this machine has")
         self._cupy = _cupy()
         self._runtime = self._cupy.cuda.runtime
         self.rank = rank
