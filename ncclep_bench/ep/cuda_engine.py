@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
@@ -31,6 +32,8 @@ from ncclep_bench.runtime.device import Device, callers_device
 
 device_of: Callable[[int], Device] = callers_device
 """What runs a rank's kernels: a GPU, in tests a CPU."""
+_PUT_OFF: defaultdict[Device, list[Callable[[], None]]] = defaultdict(list)
+"""What would break a capture, of whichever communicator, and is done at the first call after it."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 Handle = TypeVar("Handle", bound=TokenHandle | RegisteredExpertHandle)
 _MOST_LAUNCHES = 64
@@ -62,7 +65,6 @@ class CudaEngine:
             )
         self.local: Collection[int] = sorted(set(range(session.size)) - self._session.out_of_reach)
         self._given: list[int] = []
-        self._put_off: list[Callable[[], None]] = []
         self._broken: RankError | None = None
         self._open: set[_Calls[Any]] = set()
         self._moved = Stats()
@@ -128,7 +130,7 @@ class CudaEngine:
                 if self.device.capturing():
                     self._check_captured(call)
                 else:
-                    self._free_put_off()
+                    _do_put_off(self.device)
                 yield
         except CallMismatchError:
             raise
@@ -148,23 +150,13 @@ class CudaEngine:
                 f"rank {self._session.rank}: {call} in a stream that is being captured", hint=f"allowed: {allowed}"
             )
 
-    def after_capture(self, free: Callable[[], None]) -> None:
-        """Now, or where that would break a capture at a later call or the end."""
-        if self.device.capturing():
-            self._put_off.append(free)
-        else:
-            free()
-
-    def _free_put_off(self) -> None:
-        while self._put_off:
-            self._put_off.pop()()
-
     @_on_device
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         address = self._allocate(shape, dtype)
         array = DeviceArray(address, shape, dtype)
         # Freeing waits for all that the GPU still does, the caller's kernels too.
-        weakref.finalize(array, self.after_capture, functools.partial(self.device.free, address))
+        free = functools.partial(self.device.free, address)
+        weakref.finalize(array, _after_capture, self.device, free)
         return array
 
     @_on_device
@@ -241,12 +233,16 @@ class CudaEngine:
     @_on_device
     def synchronize(self) -> None:
         self._refuse_capture("synchronize", "outside of a capture")
+        _do_put_off(self.device)
         self._session.check()
 
     @_on_device
     def close(self) -> None:
         """Waits for this rank's device."""
-        self._free_put_off()
+        _after_capture(self.device, self._close)
+
+    def _close(self) -> None:
+        _do_put_off(self.device)
         self._session.close()
         for address in self._given:
             self.device.free(address)
@@ -267,7 +263,7 @@ class _Calls(Generic[Handle]):
 
     @_on_device
     def close(self) -> None:
-        self._engine.after_capture(self._close)
+        _after_capture(self.device, self._close)
 
     def _close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -384,6 +380,19 @@ class CudaTokenCalls(_Calls[TokenHandle]):
                 self._launches.clear()
             self._launches[key] = prepare()
         self._launches[key]()
+
+
+def _after_capture(device: Device, free: Callable[[], None]) -> None:
+    """Now, or where something is being captured later."""
+    if device.capturing():
+        _PUT_OFF[device].append(free)
+    else:
+        free()
+
+
+def _do_put_off(device: Device) -> None:
+    while _PUT_OFF[device]:
+        _PUT_OFF[device].pop(0)()
 
 
 def _device_of_each(session: HostSession) -> Device:

@@ -272,8 +272,10 @@ def captured() -> None:
                         what()
                 del dropped, other
                 gc.collect()
+            allocations = len(DEVICE.allocations) if isinstance(DEVICE, CpuDevice) else 1
             comm.synchronize()
-            allocations = len(DEVICE.allocations) if isinstance(DEVICE, CpuDevice) else 0
+            left = len(DEVICE.allocations) if isinstance(DEVICE, CpuDevice) else 0
+            assert left < allocations  # what was dropped during the capture
             for draw in range(4):
                 if mode == "ll":
                     topk_idx = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
@@ -291,14 +293,33 @@ def captured() -> None:
                     ranks = np.stack([(here == rank).any(axis=1) for rank in range(RANKS)]).sum(axis=0)
                     share = np.where(topk_idx >= 0, weights, 0).sum(axis=1) if layout == "expert_major" else ranks
                     np.testing.assert_array_equal(contents(out), sent * share[:, None])
-            if isinstance(DEVICE, CpuDevice):
-                assert len(DEVICE.allocations) < allocations  # what was dropped during the capture
             handle.update(topk_idx[:5], weights[:5], stream=STREAM)
             if mode == "ht":
                 # Every rank's graph is for more tokens than there are now.
                 graph.replay()
-                with refused(UsageError, "for another number of tokens than the last update, 5"):
+                with refused(UsageError, "for another number of tokens than the last update, 5", "a graph holds"):
                     comm.synchronize()
+
+
+def outlived() -> None:
+    """A graph for more tokens than the last update writes nothing where the older routing would have had it."""
+    fields = {"top_k": 1, "hidden": HIDDEN, "layout": "expert_major", "max_tokens_per_rank": TOKENS}
+    with EpCommunicator(WORLD, config(**fields)) as comm:
+        # All to one rank, filling its output; ranks but the first to its last expert, then all to its first.
+        first, last = EXPERTS - 4, EXPERTS - 1
+        weights, rows = np.ones((TOKENS, 1), np.float32), Interface(np.ones((TOKENS, HIDDEN), np.float32))
+        before = np.full((TOKENS, 1), first if RANK == 0 else last, np.int32)
+        handle = comm.create_handle(before, weights, stream=STREAM)
+        with Graph() as graph:
+            handle.dispatch(rows, stream=STREAM)
+        graph.replay()
+        comm.synchronize()
+        tokens = TOKENS if RANK == 0 else TOKENS // 2
+        handle.update(np.full((tokens, 1), first, np.int32), weights[:tokens], stream=STREAM)
+        graph.replay()
+        with refused(UsageError, f"than the last update, {tokens}") if RANK else contextlib.nullcontext():
+            comm.synchronize()
+        WORLD.Barrier()
 
 
 def refusals() -> None:

@@ -29,6 +29,7 @@ from ncclep_bench.runtime.shared_memory import Mapping, SharedFile, SharedFileHa
 Array = npt.NDArray[Any]
 
 COMPILER = shutil.which("g++")
+GUARD_BYTES, GUARD = 4096, 0x5A
 
 
 def build(kernels: Path, include: Path, flags: Sequence[str] = ()) -> dict[str, Path]:
@@ -67,6 +68,10 @@ class _Memory:
     allocation: Allocation
     stream_ordered: bool = False
 
+    def behind(self) -> Array:
+        """What lies behind memory of this process's own, for nobody to write."""
+        return self.mapping.array[self.allocation.nbytes :]
+
 
 class CpuDevice:
     """Kernels on threads of this process, one per CUDA thread; a launch is over when it returns."""
@@ -84,8 +89,10 @@ class CpuDevice:
         self._recorded: list[Callable[[], object]] | None = None
 
     def allocate(self, nbytes: int) -> int:
-        file = SharedFile.create(nbytes, "a device's memory", alignment=4096)
-        return self._map(file, nbytes)
+        file = SharedFile.create(nbytes + GUARD_BYTES, "a device's memory", alignment=4096)
+        address = self._map(file, nbytes)
+        self._memory[address].behind()[:] = GUARD
+        return address
 
     def allocate_stream_ordered(self, nbytes: int) -> int:
         address = self.allocate(nbytes)
@@ -102,6 +109,8 @@ class CpuDevice:
         """Its mappings elsewhere keep what it held, as those of a GPU do, and the next may get its address."""
         self.synchronize()
         memory = self._memory.pop(address)
+        written = np.flatnonzero(memory.behind() != GUARD)
+        assert not written.size, f"{memory.allocation} was written behind its end, at {written[:4]}"
         memory.mapping.close()
         memory.file.close()
 

@@ -288,8 +288,8 @@ class CudaSession:
             )
         if code == _OTHER_TOKENS:
             raise UsageError(
-                f"rank {self.rank}: a graph held a call for another number of tokens than the last update, {value}",
-                hint="capture update with it, or capture it again after an update with other tokens",
+                f"rank {self.rank}: a call was for another number of tokens than the last update, {value}",
+                hint="a graph holds for the tokens with which it was captured: call update before it or after it",
             )
 
     def close(self) -> None:

@@ -133,7 +133,8 @@ __device__ inline void combine(const TokenArgs& a) {
     const int taker = warp_id() - (warps_per_block() - (int)a.take_warps);
     if (taker >= 0) {
         bool complete = true;
-        for (int item = taker * grid + blockIdx.x; item < a.tokens * pieces && complete;
+        const int items = tokens_of(a) * pieces;
+        for (int item = taker * grid + blockIdx.x; item < items && complete;
              item += grid * (int)a.take_warps)
             complete = gather<Element>(a, epoch, row_first, item / pieces, item % pieces);
     }

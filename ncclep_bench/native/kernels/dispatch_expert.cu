@@ -155,9 +155,9 @@ __device__ static void expand_piece(const TokenArgs& a, From& from, Vecs* row, S
 // A piece of this rank's own tokens, which crosses nothing; `placed()` returns when `first` is known, or false. kFirst:
 // one of a warp's, loaded before it is known to stay here; it may be behind the last.
 template <bool kLow, bool kFirst, typename Placed>
-__device__ static void expand_own(const TokenArgs& a, const int* first, int item, const Placed& placed) {
+__device__ static void expand_own(const TokenArgs& a, const int* first, int item, int items, const Placed& placed) {
     const int pieces = (int)a.pieces, token = item / pieces;
-    const bool there = !kFirst || token < a.tokens;
+    const bool there = !kFirst || item < items;
     const int slot = there ? a.slot_of[token * a.ranks + a.rank] : -1;
     if (!kFirst && slot < 0) return;
     const auto choose = [&] {
@@ -221,6 +221,7 @@ __device__ inline void dispatch(const TokenArgs& a) {
     places.late = reinterpret_cast<u32*>(places.from + a.ranks);
     const u64 epoch = *epoch_of_block(a.dispatch_state), counts = count_epoch(a, epoch);
     const int grid = gridDim.x, pieces = (int)a.pieces, warps = warps_per_block();
+    const int own = tokens_of(a) * pieces;
     const bool closes = blockIdx.x == gridDim.x - 1;
     check_tokens(a);
     if (kLow) {
@@ -233,7 +234,7 @@ __device__ inline void dispatch(const TokenArgs& a) {
     if (warp_id() < a.push_warps) {
         u64 pushed = 0;
         const int stride = grid * (int)a.push_warps;
-        for (int item = warp_id() * grid + blockIdx.x; item < a.tokens * pieces; item += stride) {
+        for (int item = warp_id() * grid + blockIdx.x; item < own; item += stride) {
             const int piece = item % pieces;
             // Where much crosses, a release for each piece also keeps warps from filling the way out of a multiprocessor.
             const u32 wanted = kLow ? push_piece<kLow>(a, epoch, item / pieces, piece, Sent{false})
@@ -248,12 +249,11 @@ __device__ inline void dispatch(const TokenArgs& a) {
         bool complete = true;
         const auto place = [&] { return complete = place_experts(a, counts, places, number, threads); };
         const int stride = grid * (int)a.take_warps;
-        const int own = (int)a.tokens * pieces;
         int item = taker * grid + blockIdx.x;
-        expand_own<kLow, true>(a, places.first, item, place);
+        expand_own<kLow, true>(a, places.first, item, own, place);
         if (item < own) item += stride;
         for (; item < own && complete; item += stride)
-            expand_own<kLow, false>(a, places.first, item, [] { return true; });
+            expand_own<kLow, false>(a, places.first, item, own, [] { return true; });
         item -= own;
         for (int distance = 1; distance < a.ranks && complete; ++distance) {
             const int source = (int)((a.rank + distance) % a.ranks), items = places.from[source] * pieces;

@@ -47,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) dispatch_flat(const TokenAr
     u64 pushed = 0;
     if (await_all(a, a.ready_flags_at, epoch, word)) {
         const i64 warps = (i64)gridDim.x * warps_per_block();
-        for (i64 token = (i64)warp_id() * gridDim.x + blockIdx.x; token < a.tokens; token += warps) {
+        const i64 tokens = tokens_of(a);
+        for (i64 token = (i64)warp_id() * gridDim.x + blockIdx.x; token < tokens; token += warps) {
             const int slot = lane_id() < a.ranks ? a.slot_of[token * a.ranks + lane_id()] : -1;
             const u32 wanted = __ballot_sync(kAllLanes, slot >= 0);
             push_token(a, token, wanted, slot < 0 ? 0 : first_row[lane_id()] + slot);

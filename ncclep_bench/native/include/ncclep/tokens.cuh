@@ -127,6 +127,12 @@ __device__ inline void check_tokens(const TokenArgs& a) {
     if (tokens != (u64)a.tokens) give_up(a.fault, kOtherTokens, a.rank, tokens);
 }
 
+// This rank's tokens that both the launch and the routing have: where they differ, the others' places are of an older one.
+__device__ inline int tokens_of(const TokenArgs& a) {
+    const i64 routed = (i64)a.layout_state->tokens;
+    return (int)(routed < a.tokens ? routed : a.tokens);
+}
+
 // The expert of a choice, or -1 where it is masked or names none.
 template <typename Args>
 __device__ inline int expert_of(const Args& a, i64 choice) {
