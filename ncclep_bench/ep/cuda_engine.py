@@ -18,7 +18,7 @@ from ncclep_bench.backends.cuda.backend import row_waiver, token_waiver
 from ncclep_bench.backends.cuda.distant import DistantTokenHandle
 from ncclep_bench.backends.cuda.experts import RegisteredExpertHandle
 from ncclep_bench.backends.cuda.session import CudaSession
-from ncclep_bench.backends.cuda.tokens import VEC_BYTES, Place, TokenHandle
+from ncclep_bench.backends.cuda.tokens import VEC_BYTES, TokenHandle
 from ncclep_bench.backends.host.session import HostSession
 from ncclep_bench.backends.host.tokens import check_routing
 from ncclep_bench.ep.agreement import CallMismatchError
@@ -99,22 +99,20 @@ class CudaEngine:
 
     def check_routing(self, topk_idx: Array, topk_weights: Array) -> None:
         rank, config = self._session.rank, self._config
-        values = topk_idx
-        if isinstance(topk_idx, DeviceView):
-            if topk_idx.dtype != np.int32 or not topk_idx.flags.c_contiguous:
-                raise UsageError(
-                    f"rank {rank}: topk_idx on the device is {topk_idx.dtype}{list(topk_idx.shape)}, "
-                    f"strides {topk_idx.strides}",
-                    hint="allowed: contiguous int32; or any integers in a numpy array",
-                )
-            # Only the kernels look at those on the device.
-            values = np.zeros(topk_idx.shape, np.int32)
+        there = isinstance(topk_idx, DeviceView)
+        if there and (topk_idx.dtype != np.int32 or not topk_idx.flags.c_contiguous):
+            raise UsageError(
+                f"rank {rank}: topk_idx on the device is {topk_idx.dtype}{list(topk_idx.shape)}, "
+                f"strides {topk_idx.strides}",
+                hint="allowed: contiguous int32; or any integers in a numpy array",
+            )
         check_routing(
             rank,
-            values,
+            topk_idx,
             topk_weights,
             top_k=config.top_k,
-            num_experts=config.num_experts,
+            # Only the kernels look at those on the device.
+            num_experts=None if there else config.num_experts,
             slots=config.max_tokens_per_rank,
         )
 
@@ -307,7 +305,7 @@ class CudaTokenCalls(_Calls[TokenHandle]):
 
     def __init__(self, handle: TokenHandle, engine: CudaEngine) -> None:
         super().__init__(handle, engine)
-        self._received: dict[str, Place] = {}
+        self._received: dict[str, DeviceArray] = {}
         self._launches: dict[tuple[str, int, int], Callable[[], None]] = {}
 
     def update(self, topk_idx: Array, topk_weights: Array) -> None:
@@ -332,7 +330,8 @@ class CudaTokenCalls(_Calls[TokenHandle]):
             self._launches.clear()
             handle.expect(len(topk_idx))
         handle.update()
-        self._received = handle.received()
+        if handle.mode == "ht" or not self._received:
+            self._received = {name: DeviceArray(*place) for name, place in handle.received().items()}
         if handle.mode == "ht":
             handle.session.check()
 
@@ -341,16 +340,12 @@ class CudaTokenCalls(_Calls[TokenHandle]):
         _check_rows(handle, "tokens", tokens, (handle.tokens, handle.hidden))
         if scales is not None:
             _check_rows(handle, "scales", scales, (handle.tokens, handle.scale_words))
-        place = self._received["tokens"]
-        if (
-            tokens.nbytes
-            and tokens.ctypes.data < place.address + place.nbytes
-            and place.address < tokens.ctypes.data + tokens.nbytes
-        ):
+        place, rows = self._received["tokens"], tokens.ctypes.data
+        if tokens.nbytes and rows < place.address + place.nbytes and place.address < rows + tokens.nbytes:
             raise UsageError(f"rank {handle.session.rank}: tokens lie where what comes in is written")
-        rows, factors = tokens.ctypes.data, handle.own["scales"] if scales is None else scales.ctypes.data
+        factors = handle.own["scales"] if scales is None else scales.ctypes.data
         self._launch(("dispatch", rows, factors), lambda: handle.dispatching(rows=rows, scales=factors))
-        return {name: DeviceArray(*place) for name, place in self._received.items()}
+        return self._received
 
     def combine_rows(self) -> DeviceArray:
         handle = self._handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import sys
@@ -76,15 +77,22 @@ def view_of_device(value: object, what: str) -> Array:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _view_of_tensor(value, what)
-    if not on_device(value):
+    interface: Any = getattr(value, "__cuda_array_interface__", None)
+    if interface is None:
         kind = "host memory" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise UsageError(f"{what} is {kind}, the cuda backend takes a GPU's", hint=_ALLOWED)
-    interface: Any = value.__cuda_array_interface__  # type: ignore[attr-defined]
     try:
         if interface.get("mask") is not None:
             raise ValueError("a mask")
         address, read_only = interface["data"]
-        return _view(address, interface["shape"], interface["typestr"], interface.get("strides"), bool(read_only))
+        strides = interface.get("strides")
+        return _view(
+            address,
+            tuple(interface["shape"]),
+            interface["typestr"],
+            None if strides is None else tuple(strides),
+            bool(read_only),
+        )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise UsageError(
             f"{what}: its __cuda_array_interface__ cannot be used: {type(error).__name__}: {error}",
@@ -111,11 +119,13 @@ class _Described:
         self.__array_interface__ = {**interface, "version": 3}
 
 
-def _view(address: int, shape: Any, dtype: Any, strides: Any, read_only: bool) -> Array:
+# Buffers come again and again, and views say nothing of what memory holds.
+@functools.lru_cache(maxsize=256)
+def _view(address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None, read_only: bool) -> Array:
     kind = np.dtype(dtype)
     if kind.hasobject:
         raise TypeError(f"dtype {kind}")
-    described = _Described(data=(address, read_only), shape=tuple(shape), typestr=f"|V{kind.itemsize}", strides=strides)
+    described = _Described(data=(address, read_only), shape=shape, typestr=f"|V{kind.itemsize}", strides=strides)
     array: Array = np.asarray(described).view(DeviceView).view(kind)
     return array
 

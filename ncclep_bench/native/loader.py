@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,9 @@ from ncclep_bench.runtime.device import Device
 ROOT = Path(__file__).parent
 USUAL_SHARED_BYTES = 48 << 10
 """What a block has of any device, unless a kernel is let have more."""
+
+Launch = Callable[[], None]
+"""One kernel, ready to be enqueued any number of times."""
 
 _KERNEL = re.compile(r"^NCCLEP_EXPORT\((\w+)\)", re.MULTILINE)
 _PARAMETER = r"__global__[^;{{}}]*\b{kernel}\(const (\w+) "
@@ -97,27 +99,9 @@ class Launcher:
         }
 
     def prepare(self, name: str, values: dict[str, Any], blocks: int, threads: int, shared_bytes: int) -> Launch:
-        """A launch with its arguments packed."""
+        """What enqueues a kernel with these arguments, any number of times."""
         kernel = kernels()[name]
         if shared_bytes > USUAL_SHARED_BYTES:
             self.device.allow_shared(self._functions[name], shared_bytes)
         words = pack(kernel, values)
-        return Launch(self.device, self._functions[name], blocks, threads, shared_bytes, words, self.early)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel, ready to be enqueued any number of times."""
-
-    device: Device
-    function: Any
-    blocks: int
-    threads: int
-    shared_bytes: int
-    arguments: npt.NDArray[np.uint64]
-    early: bool
-
-    def __call__(self) -> None:
-        self.device.launch(
-            self.function, self.blocks, self.threads, self.shared_bytes, self.arguments, early=self.early
-        )
+        return self.device.prepare(self._functions[name], blocks, threads, shared_bytes, words, early=self.early)

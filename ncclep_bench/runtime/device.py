@@ -107,10 +107,10 @@ class Device(Protocol):
     def allow_shared(self, function: Any, nbytes: int) -> None:
         """Let a kernel's blocks have so much shared memory, up to `bulk_bytes`."""
 
-    def launch(
+    def prepare(
         self, function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Words, *, early: bool
-    ) -> None:
-        """Enqueue a kernel whose one parameter is the struct in `arguments`.
+    ) -> Callable[[], None]:
+        """What enqueues a kernel whose one parameter is the struct in `arguments`, any number of times.
 
         `early`: its blocks may come while the kernel before still runs, to wait there for its end.
         """
@@ -182,6 +182,8 @@ class CudaDevice:
         self._device = self._cupy.cuda.Device(self.index)
         self._device.use()
         self.stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._context = _current_context().value
+        self._handover = self._cupy.cuda.Event(disable_timing=True)
         sharers = -(-_ranks_here() // self._runtime.getDeviceCount())
         # Blocks of ranks that share a GPU wait for each other, so all of them must fit at once.
         self.blocks = max(1, int(self._device.attributes["MultiProcessorCount"]) // sharers)
@@ -343,25 +345,28 @@ class CudaDevice:
     def allow_shared(self, function: int, nbytes: int) -> None:
         self._cupy.cuda.driver.funcSetAttribute(function, _DYNAMIC_SHARED_BYTES, nbytes)
 
-    def launch(
+    def prepare(
         self, function: int, blocks: int, threads: int, shared_bytes: int, arguments: Words, *, early: bool
-    ) -> None:
-        import numpy
+    ) -> Callable[[], None]:
+        attributes = (_EARLY, len(_EARLY)) if early and self.early_launches else (None, 0)
+        config = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, self.stream.ptr, *attributes)
+        # Each of these keeps what it points to.
+        struct = arguments.ctypes.data_as(ctypes.c_void_p)
+        call = ctypes.byref(config), ctypes.c_void_p(function), ctypes.byref(struct), None
+        launch, failed = _driver().cuLaunchKernelEx, self._cupy.cuda.driver.CUDADriverError
 
-        parameters = numpy.array([arguments.ctypes.data], dtype=numpy.uint64)
-        if early and self.early_launches:
-            config = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, self.stream.ptr, _EARLY, len(_EARLY))
-            if status := _driver().cuLaunchKernelEx(
-                ctypes.byref(config), ctypes.c_void_p(function), ctypes.c_void_p(parameters.ctypes.data), None
-            ):
-                raise self._cupy.cuda.driver.CUDADriverError(status)
-            return
-        self._cupy.cuda.driver.launchKernel(
-            function, blocks, 1, 1, threads, 1, 1, shared_bytes, self.stream.ptr, parameters.ctypes.data, 0
-        )
+        def enqueue() -> None:
+            if status := launch(*call):
+                raise failed(status)
+
+        return enqueue
+
+    def current(self) -> AbstractContextManager[None]:
+        # Asked by every call of a communicator, whose caller mostly has it current.
+        return contextlib.nullcontext() if _current_context().value == self._context else self._made_current()
 
     @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def _made_current(self) -> Iterator[None]:
         before = _current_context()
         self._device.use()
         try:
@@ -379,14 +384,17 @@ class CudaDevice:
                     f"rank {self.rank}, GPU {self.index}: stream {stream:#x} while calls in another are being captured",
                     hint="allowed: after the end of that capture",
                 )
-            event = self._cupy.cuda.Event(disable_timing=True)
-            self._runtime.eventRecord(event.ptr, stream)
-            self._runtime.streamWaitEvent(self.stream.ptr, event.ptr)
+            self._order(stream, self.stream.ptr)
             try:
                 yield
             finally:
-                event.record(self.stream)
-                self._runtime.streamWaitEvent(stream, event.ptr)
+                self._order(self.stream.ptr, stream)
+
+    def _order(self, first: int, then: int) -> None:
+        """What one stream holds now comes before what another gets from now on."""
+        # Whoever waits for an event waits for its last record before: one serves all.
+        self._runtime.eventRecord(self._handover.ptr, first)
+        self._runtime.streamWaitEvent(then, self._handover.ptr)
 
     def _check_stream(self, stream: int) -> None:
         where = f"rank {self.rank}, GPU {self.index}: stream {stream:#x}"
@@ -396,7 +404,7 @@ class CudaDevice:
         context = ctypes.c_void_p()
         if status := _driver().cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(context)):
             raise UsageError(f"{where} cannot be asked for its context: CUresult {status}", hint=allowed)
-        if context.value != _current_context().value:
+        if context.value != self._context:
             raise UsageError(f"{where} belongs to another GPU or context", hint=allowed)
 
     def capturing(self) -> bool:

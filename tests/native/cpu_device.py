@@ -185,7 +185,7 @@ class CpuDevice:
     def allow_shared(self, function: Any, nbytes: int) -> None:
         assert nbytes <= self.bulk_bytes
 
-    def launch(
+    def prepare(
         self,
         function: Any,
         blocks: int,
@@ -194,8 +194,8 @@ class CpuDevice:
         arguments: npt.NDArray[np.uint64],
         *,
         early: bool,
-    ) -> None:
-        self._enqueue(lambda: function(blocks, threads, shared_bytes, arguments.ctypes.data))
+    ) -> Callable[[], None]:
+        return lambda: self._enqueue(lambda: function(blocks, threads, shared_bytes, arguments.ctypes.data))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -406,9 +406,12 @@ class TokenHandle:
 
 
 def check_routing(
-    rank: int, topk_idx: Array, topk_weights: Array, *, top_k: int, num_experts: int, slots: int | None
+    rank: int, topk_idx: Array, topk_weights: Array, *, top_k: int, num_experts: int | None, slots: int | None
 ) -> None:
-    """Raise UsageError for wrong shapes, an expert that does not exist, or more tokens than mode ll has `slots` for."""
+    """Raise UsageError for wrong shapes, an expert that does not exist, or more tokens than mode ll has `slots` for.
+
+    `num_experts` None: which experts they are is not looked at, for what lies on a device.
+    """
     where = f"rank {rank}: "
     if topk_idx.ndim != 2 or topk_idx.shape[1] != top_k or topk_idx.dtype.kind != "i":
         raise UsageError(
@@ -416,7 +419,7 @@ def check_routing(
         )
     if topk_weights.shape != topk_idx.shape:
         raise UsageError(f"{where}topk_weights is {list(topk_weights.shape)}, topk_idx {list(topk_idx.shape)}")
-    if len(topk_idx) and (topk_idx.min() < -1 or topk_idx.max() >= num_experts):
+    if num_experts is not None and len(topk_idx) and (topk_idx.min() < -1 or topk_idx.max() >= num_experts):
         bad = topk_idx[(topk_idx < -1) | (topk_idx >= num_experts)][0]
         raise UsageError(f"{where}topk_idx names expert {bad}", hint=f"allowed: 0 to {num_experts - 1}, or -1")
     if slots is not None and len(topk_idx) > slots:
