@@ -112,6 +112,9 @@ def _ranks_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--filter", "expression", metavar="EXPR", help="Keep cases, as in: tokens >= 64."),
             click.option("--dry-run", is_flag=True, help="List cases with bytes and memory; start nothing."),
             click.option("--out", type=click.Path(path_type=Path), help="Folder of the run.  [reports/SCENARIO-TIME]"),
+            click.option(
+                "--resume", type=click.Path(path_type=Path), help="Go on in the folder of a run, with its command."
+            ),
             click.option("--format", "formats", multiple=True, help=f"Of {', '.join(FORMATS)}; may be repeated."),
             click.option("--repeats", type=click.IntRange(1, 1000), default=1, help="Measure in N sets of processes."),
             click.option("--deadline", type=click.FloatRange(0, min_open=True), help="Seconds a case may take.  [60]"),
@@ -132,7 +135,6 @@ def main() -> None:
 @_ranks_options
 @click.option("--no-preflight", is_flag=True, help="Leave out the doctor's checks before the first case.")
 @click.option("--anonymise", is_flag=True, help="At the end replace hosts, users and addresses in the run's record.")
-@click.option("--resume", type=click.Path(path_type=Path), help="Go on in the folder of a run, with its command.")
 @_own_exit_codes
 def sweep(
     scenarios: tuple[str, ...],
@@ -157,8 +159,6 @@ def sweep(
         return
     if not scenarios:
         raise click.UsageError("Missing argument 'SCENARIO...'.")
-    if resume is not None and options["out"] is not None:
-        raise click.UsageError("--resume goes on in its own folder: leave out --out.")
 
     def load() -> list[Scenario]:
         return [with_overrides(load_scenario(name), _with_deadline(settings, deadline)) for name in scenarios]
@@ -202,6 +202,8 @@ def run(
     MIN and MAX are tokens per rank for collectives that move tokens, and bytes of one expert for those that move
     parameters or gradients.
     """
+    import msgspec
+
     from ncclep_bench.model.dtype import dtype_named
     from ncclep_bench.model.scenario import Scenario
     from ncclep_bench.sweeps.load import with_overrides
@@ -228,7 +230,9 @@ def run(
     written = [f"{key}={value}" for key, value in axes.items()]
 
     def load() -> list[Scenario]:
-        return [with_overrides(base, [*written, *_with_deadline(settings, deadline)])]
+        # Only what somebody has typed as a setting is called one.
+        asked = msgspec.structs.replace(with_overrides(base, written), settings=())
+        return [with_overrides(asked, _with_deadline(settings, deadline))]
 
     _measure(load, **options)
 
@@ -294,6 +298,8 @@ def _measure(
     from ncclep_bench.sweeps.anonymise import anonymise_run, refuse_personal
     from ncclep_bench.sweeps.run import exit_code, last_words, plan_sweep, run_supervised
 
+    if resume is not None and out is not None:
+        raise click.UsageError("--resume goes on in its own folder: leave out --out.")
     renderers = _renderers(formats or _DEFAULT_FORMATS)
     command = ["ncclep-bench", *sys.argv[1:]]
 

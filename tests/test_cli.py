@@ -46,7 +46,8 @@ def bench(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.Completed
     # The folder of the sources comes last: the tests also run against an installed package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return subprocess.run(
-        [sys.executable, "-m", "ncclep_bench.cli", *map(str, arguments)],
+        # Like the installed command it has no look at the folder it is started in.
+        [sys.executable, "-P", "-m", "ncclep_bench.cli", *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path, **env},
         stdin=subprocess.DEVNULL,
@@ -179,6 +180,17 @@ def test_resume_measures_only_what_is_missing(scenario: Path, tmp_path: Path) ->
     assert len(read_run(file).measurements) == CASES
 
 
+def test_a_run_over_sizes_is_resumed_as_a_sweep_is(tmp_path: Path) -> None:
+    bench("run", "dispatch", "--np", "2", "-B", "in_memory", "-b", "4", "-e", "8", "--out", "run", cwd=tmp_path)
+    store = tmp_path / "run" / "run.jsonl"
+    store.write_bytes(b"".join(store.read_bytes().splitlines(keepends=True)[:-1]))
+
+    done = bench("sweep", "--resume", "run", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert len(read_run(tmp_path / "run").measurements) == 4
+
+
 def test_resume_refuses_a_run_of_other_cases(scenario: Path, tmp_path: Path) -> None:
     bench("sweep", scenario, "--out", "run", "--format", "csv", cwd=tmp_path)
 
@@ -258,6 +270,7 @@ def test_a_file_that_names_no_ranks_does_not_decide_those_of_the_next(scenario: 
     ("arguments", "words"),
     [
         (["sweep"], ["SCENARIO"]),
+        (["sweep", "."], [".: is a folder", "scenarios list"]),
         (["sweep", "no-such"], ["unknown scenario 'no-such'", "quick"]),
         (["sweep", "quick"], ["names no ranks", "--np"]),
         (["sweep", "quick", "--np", "3"], ["num_experts 8 is not divisible by 3 ranks"]),
@@ -317,6 +330,17 @@ def test_a_missing_launcher_ends_with_exit_code_3_before_the_folder_is_made(scen
     assert done.returncode == 3
     assert "pip install 'ncclep-bench[mpi]'" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_run_what_was_started_not_a_package_in_the_folder_it_was_started_in(
+    scenario: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "ncclep_bench").mkdir()
+    (tmp_path / "ncclep_bench" / "__init__.py").write_text("raise ImportError('another package')")
+
+    done = bench("sweep", scenario, "--backend", "host", "--out", "run", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_launcher_that_starts_no_ranks_ends_with_exit_code_3(scenario: Path, tmp_path: Path) -> None:

@@ -349,12 +349,12 @@ def shape_waiver(case: Case) -> str | None:
     assert case.mode is not None
     hidden, most = case.hidden or 0, (case.tokens or 0)
     refusals = (
-        (case.layout != _LAYOUT[case.mode], f"layout {case.layout}: mode {case.mode} runs {_LAYOUT[case.mode]} here"),
+        (case.layout != _LAYOUT[case.mode], f"layout {case.layout}: mode {case.mode} is measured in layout {_LAYOUT[case.mode]}"),
         (case.collective == "dispatch_combine" and case.mode == "ht",
-         "the caller weighs rows between NCCL EP's dispatch and combine of mode ht, which stand in rows of their own"),
-        (case.dtype != "bfloat16", f"dtype {case.dtype}: bfloat16 is what NCCL EP takes as it is"),
+         "in mode ht the caller weighs rows between NCCL EP's dispatch and combine: see the cases of each alone"),
+        (case.dtype != "bfloat16", f"dtype {case.dtype}: NCCL EP is measured with bfloat16"),
         (case.placement != "block", f"placement {case.placement}: NCCL EP numbers experts in equal blocks"),
-        (bool(case.empty_ranks) or most == 0, "NCCL EP takes no rank without tokens here"),
+        (bool(case.empty_ranks) or most == 0, "a rank without tokens: NCCL EP is measured with tokens on every rank"),
         (most > MOST_TOKENS, f"{most} tokens: NCCL EP takes {MOST_TOKENS} per rank"),
         ((case.top_k or 0) > MOST_TOP_K, f"top_k {case.top_k}: NCCL EP takes {MOST_TOP_K}"),
         (hidden > MOST_HIDDEN, f"hidden {hidden}: NCCL EP takes {MOST_HIDDEN}"),
@@ -363,7 +363,7 @@ def shape_waiver(case: Case) -> str | None:
         (case.mode == "ht" and 4 * case.num_experts % 16 != 0, f"{case.num_experts} experts: no multiple of 4"),
         (case.alignment not in (None, 1), f"alignment {case.alignment}: flat rows and fixed slots have none"),
         (case.mode == "ll" and case.window == "symmetric",
-         "window symmetric: NCCL EP's low latency copies nothing in layout rank_major alone"),
+         "window symmetric: in mode ll NCCL EP has zero copy in layout rank_major alone"),
         (case.window == "symmetric_zero_cta", "window symmetric_zero_cta: NCCL EP has off and symmetric (zero copy)"),
     )  # fmt: skip
     return next((reason for refused, reason in refusals if refused), None)

@@ -14,7 +14,7 @@ from ncclep_bench.model.toml_file import shown
 NOT_READ = "nothing that was read tells what they need"
 _READ_BY = {
     "log": "no such log was read: ncclep-doctor logs FILE...",
-    "ranks": "no two ranks tell what they compare: --np N, or under mpirun or srun",
+    "ranks": "no two ranks told what they compare; --np N starts ranks, as mpirun and srun do",
     "drift": "no baseline was read: ncclep-doctor baseline compare FILE",
     "hang": "no job was watched: ncclep-doctor hang",
     "ras": "no job was watched: ncclep-doctor hang",

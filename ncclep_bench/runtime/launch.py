@@ -31,6 +31,7 @@ _FOR_RANKS = {
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x40000",
 }
 _PR_SET_PDEATHSIG = 1
+_IMPORTED_FROM = Path(__file__).parents[2]
 
 
 def rank_environment() -> dict[str, str]:
@@ -85,7 +86,10 @@ def rank_processes(
     Nothing of them is left afterwards, whatever happens. `mark` is one of the arguments, and nobody else's. `segments`:
     shared memory of ranks that may be gone before they can be asked.
     """
-    command = [*([] if launcher is None else [*launcher, "-n", str(ranks)]), sys.executable, "-m", module, *arguments]
+    # Ranks run what this process runs, not a folder of its name in the current one; from its own folder it is that.
+    safe = [] if Path.cwd() == _IMPORTED_FROM else ["-P"]
+    starter = [] if launcher is None else [*launcher, "-n", str(ranks)]
+    command = [*starter, sys.executable, *safe, "-m", module, *arguments]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -108,7 +112,7 @@ def marked_processes(module: str, mark: str) -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(mark) in words and words[1:3] == [b"-m", module.encode()]:
+            if os.fsencode(mark) in words and [b"-m", module.encode()] in (words[1:3], words[2:4]):
                 found.append(int(entry.name))
     return found
 

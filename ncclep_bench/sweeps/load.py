@@ -45,6 +45,11 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     Raises InputError with file, key, value and what is allowed; for an unknown name with the known ones.
     """
     path = _locate(str(name_or_path))
+    if path.is_dir():
+        raise InputError(
+            f"{shown(str(path))}: is a folder",
+            hint="give scenario files, or names from ncclep-bench scenarios list",
+        )
     raw = load_toml(path)
     file = shown(str(path))
     record = _converted(raw, _tables(), file=file)

@@ -71,6 +71,8 @@ def run_in_ranks(
 def _run(job: Job, out: Path, group: MpiGroup, watcher: Watcher) -> int:
     """Measure the job; the exit code that all ranks leave with."""
     if group.rank == 0:
+        # Whoever ends the ranks from outside leaves nobody to say it.
+        print(f"results go to {out}, and --resume {out} goes on with them if this is cut short", file=sys.stderr)
         watcher.begin(len(job.cases))
 
     def on_event(event: Event) -> None:

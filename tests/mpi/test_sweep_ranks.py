@@ -338,6 +338,7 @@ def test_a_sweep_under_mpiexec_uses_its_ranks_and_rank_zero_alone_reports(
     assert [record.outcome for record in sweep.records()] == ["passed"] * CASES
     assert stderr.count("results:") == 1
     assert stderr.count(f"[{CASES}/{CASES}]") == 1
+    assert stderr.count(f"--resume {sweep.out} goes on") == 1
 
 
 def test_under_mpiexec_rank_zero_alone_asks_the_doctor(
