@@ -349,7 +349,8 @@ def shape_waiver(case: Case) -> str | None:
     assert case.mode is not None
     hidden, most = case.hidden or 0, (case.tokens or 0)
     refusals = (
-        (case.layout != _LAYOUT[case.mode], f"layout {case.layout}: mode {case.mode} is measured in layout {_LAYOUT[case.mode]}"),
+        (case.layout != _LAYOUT[case.mode],
+         f"layout {case.layout}: mode {case.mode} is measured in layout {_LAYOUT[case.mode]}"),
         (case.collective == "dispatch_combine" and case.mode == "ht",
          "in mode ht the caller weighs rows between NCCL EP's dispatch and combine: see the cases of each alone"),
         (case.dtype != "bfloat16", f"dtype {case.dtype}: NCCL EP is measured with bfloat16"),

@@ -28,6 +28,7 @@ from ncclep_bench.errors import CannotRunError, RankError, UsageError
 from ncclep_bench.model.dtype import DType, dtype_named
 from ncclep_bench.model.ep_config import EpConfig
 from ncclep_bench.model.placement import Placement
+from ncclep_bench.native.loader import Launches
 from ncclep_bench.runtime.device import Device, callers_device
 
 device_of: Callable[[int], Device] = callers_device
@@ -36,9 +37,7 @@ _PUT_OFF: defaultdict[Device, list[Callable[[], None]]] = defaultdict(list)
 """What would break a capture, of whichever communicator, and is done at the first call after it."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 Handle = TypeVar("Handle", bound=TokenHandle | RegisteredExpertHandle)
-_MOST_LAUNCHES = 64
-"""Kept for buffers that come again."""
-_CAPTURED = ("update", "dispatch", "combine")
+_CAPTURED = ("update", "dispatch", "combine", "all_gather_experts", "reduce_scatter_expert_grads")
 """Calls that a graph can hold, of `update` those in which the host takes no part."""
 
 
@@ -170,6 +169,7 @@ class CudaEngine:
 
     @_on_device
     def experts(self, elements: int) -> CudaExpertCalls:
+        self._refuse_capture("the first call of this size", "sizes called before, or in the EpConfig")
         block_bytes = elements * self._dtype.itemsize
         self._refuse(row_waiver(self._session.size, block_bytes))
         make = functools.partial(
@@ -306,7 +306,7 @@ class CudaTokenCalls(_Calls[TokenHandle]):
     def __init__(self, handle: TokenHandle, engine: CudaEngine) -> None:
         super().__init__(handle, engine)
         self._received: dict[str, DeviceArray] = {}
-        self._launches: dict[tuple[str, int, int], Callable[[], None]] = {}
+        self._launches = Launches()
 
     def update(self, topk_idx: Array, topk_weights: Array) -> None:
         """In mode ht it returns when all ranks' counts have come.
@@ -344,7 +344,8 @@ class CudaTokenCalls(_Calls[TokenHandle]):
         if tokens.nbytes and rows < place.address + place.nbytes and place.address < rows + tokens.nbytes:
             raise UsageError(f"rank {handle.session.rank}: tokens lie where what comes in is written")
         factors = handle.own["scales"] if scales is None else scales.ctypes.data
-        self._launch(("dispatch", rows, factors), lambda: handle.dispatching(rows=rows, scales=factors))
+        key = ("dispatch", rows, factors)
+        self._launches.get(key, lambda: handle.dispatching(rows=rows, scales=factors))()
         return self._received
 
     def combine_rows(self) -> DeviceArray:
@@ -367,14 +368,8 @@ class CudaTokenCalls(_Calls[TokenHandle]):
             # Their owners fetch them, so they must lie where these reach.
             self.device.copy(handle.own["returning"], source, rows.nbytes)
             source = handle.own["returning"]
-        self._launch(("combine", source, target), lambda: handle.combining(source, combined=target))
-
-    def _launch(self, key: tuple[str, int, int], prepare: Callable[[], Callable[[], None]]) -> None:
-        if key not in self._launches:
-            if len(self._launches) == _MOST_LAUNCHES:
-                self._launches.clear()
-            self._launches[key] = prepare()
-        self._launches[key]()
+        key = ("combine", source, target)
+        self._launches.get(key, lambda: handle.combining(source, combined=target))()
 
 
 def _after_capture(device: Device, free: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +81,25 @@ def pack(kernel: Kernel, values: dict[str, Any]) -> npt.NDArray[np.uint64]:
             raise BenchError(f"kernel {kernel.name}: argument {field.name} cannot be {value}")
         packed += many
     return np.array([word % (1 << 64) for word in packed], dtype=np.uint64)
+
+
+class Launches:
+    """Launches that come again, by what tells them apart; now and then all are forgotten."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._prepared: dict[Hashable, Launch] = {}
+
+    def get(self, key: Hashable, prepare: Callable[[], Launch]) -> Launch:
+        """The launch of `key`, which `prepare` makes if there is none."""
+        if key not in self._prepared:
+            if len(self._prepared) == self._most:
+                self.clear()
+            self._prepared[key] = prepare()
+        return self._prepared[key]
+
+    def clear(self) -> None:
+        self._prepared.clear()
 
 
 class Launcher:

@@ -35,6 +35,7 @@ _DEFAULT_STREAMS = (0, 1, 2)
 _SPIN_S = 1e-3
 _TO_DEVICE, _FROM_DEVICE, _BY_ADDRESS = 1, 2, 4
 _BUFFER_ID, _DEVICE_ORDINAL = 7, 9
+_CAPTURE_RELAXED = 2
 HANDLE_BYTES = 64
 """The most that a handle of an allocation takes."""
 
@@ -59,6 +60,9 @@ class Device(Protocol):
 
     def allocate(self, nbytes: int) -> int:
         """The address of zeroed memory."""
+
+    def upload(self, array: Array) -> int:
+        """The address of memory that holds a copy of a host array, at once, whatever is enqueued."""
 
     def allocate_stream_ordered(self, nbytes: int) -> int:
         """The same from the device's memory pool, whose memory has no handle that `export` could give."""
@@ -121,6 +125,7 @@ class Device(Protocol):
     def within(self, stream: int) -> AbstractContextManager[None]:
         """What is enqueued inside comes after what a stream of the user's holds, and before what it gets afterwards.
 
+        While it is being captured, memory can be allocated, uploaded and mapped inside as usual.
         The device is current inside. Raises UsageError for a default stream, and one of another device or context; an
         address that is no stream's cannot be told.
         """
@@ -183,6 +188,8 @@ class CudaDevice:
         self._device.use()
         self.stream = self._cupy.cuda.Stream(non_blocking=True)
         self._context = _current_context().value
+        self._setup = self._cupy.cuda.Stream(non_blocking=True)
+        """What has no part in any order, nor in a capture: contents of new memory."""
         self._handover = self._cupy.cuda.Event(disable_timing=True)
         sharers = -(-_ranks_here() // self._runtime.getDeviceCount())
         # Blocks of ranks that share a GPU wait for each other, so all of them must fit at once.
@@ -222,6 +229,12 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> int:
         return self._allocated(nbytes, self._runtime.malloc)
 
+    def upload(self, array: Array) -> int:
+        address = self.allocate(max(array.nbytes, 1))
+        self._runtime.memcpyAsync(address, array.ctypes.data, array.nbytes, _TO_DEVICE, self._setup.ptr)
+        self._setup.synchronize()
+        return address
+
     def allocate_stream_ordered(self, nbytes: int) -> int:
         def allocate(nbytes: int) -> int:
             address: int = self._runtime.mallocAsync(nbytes, self.stream.ptr)
@@ -240,7 +253,8 @@ class CudaDevice:
                 f"{format_bytes(total)} are free",
                 hint="use fewer tokens, experts or elements",
             ) from error
-        self.fill(address, nbytes, 0)
+        self._runtime.memsetAsync(address, 0, nbytes, self._setup.ptr)
+        self._setup.synchronize()
         return address
 
     def fill(self, address: int, nbytes: int, byte: int) -> None:
@@ -386,9 +400,21 @@ class CudaDevice:
                 )
             self._order(stream, self.stream.ptr)
             try:
-                yield
+                with self._relaxed() if self.capturing() else contextlib.nullcontext():
+                    yield
             finally:
                 self._order(self.stream.ptr, stream)
+
+    @contextlib.contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Inside, this thread may call what does not belong into a capture, which is not part of it then."""
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        exchange = _driver().cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
 
     def _order(self, first: int, then: int) -> None:
         """What one stream holds now comes before what another gets from now on."""

@@ -14,14 +14,16 @@ class RegistrationCache(Generic[Registered]):
     """What has been registered for buffers, by key; `count(counter, amount)` hears of hits, misses and evictions.
 
     `acquire` keeps what it gives until `release`, which drops what exceeds `capacity`: nothing goes while peers use it.
-    A capacity of 0 registers anew at every call. Dropped registrations are returned, for the owner to undo.
+    A capacity of 0 registers anew at every call. What was acquired `for_good` stays, beside the capacity, until it is
+    not to be used again. Dropped registrations are returned, for the owner to undo.
     """
 
     def __init__(self, capacity: int, count: Callable[[str, float], None]) -> None:
         self._capacity, self._count = capacity, count
         self._held: OrderedDict[Hashable, Registered] = OrderedDict()
+        self._for_good: set[Hashable] = set()
 
-    def acquire(self, key: Hashable, register: Callable[[], Registered]) -> Registered:
+    def acquire(self, key: Hashable, register: Callable[[], Registered], *, for_good: bool = False) -> Registered:
         """The registration of `key`, made by `register` if there is none; what that raises counts as nothing."""
         registered = self._held.get(key)
         missed = registered is None
@@ -33,6 +35,8 @@ class RegistrationCache(Generic[Registered]):
         self._count("mr_misses", missed)
         self._held[key] = registered
         self._held.move_to_end(key)
+        if for_good:
+            self._for_good.add(key)
         return registered
 
     def drop(self, unwanted: Callable[[Registered], bool]) -> list[Registered]:
@@ -40,17 +44,20 @@ class RegistrationCache(Generic[Registered]):
         keys = [key for key, registered in self._held.items() if unwanted(registered)]
         if keys:
             self._count("mr_evictions", len(keys))
+        self._for_good -= set(keys)
         return [self._held.pop(key) for key in keys]
 
     def release(self) -> list[Registered]:
         """Drop the least recently used beyond the capacity."""
-        excess = max(0, len(self._held) - self._capacity)
+        keys = [key for key in self._held if key not in self._for_good]
+        excess = max(0, len(keys) - self._capacity)
         if self._held:
             self._count("mr_evictions", excess)
-        return [self._held.popitem(last=False)[1] for _ in range(excess)]
+        return [self._held.pop(key) for key in keys[:excess]]
 
     def clear(self) -> list[Registered]:
         """Drop everything, which counts as no eviction."""
         dropped = list(self._held.values())
         self._held.clear()
+        self._for_good.clear()
         return dropped

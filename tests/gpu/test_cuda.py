@@ -35,7 +35,20 @@ def test_every_kind_of_case_is_right_when_each_release_and_acquire_dawdles(mpi_r
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
-    "program", ["experts", "layers", "scaled", "refusals", "captured", "outlived", "ordered", "tensors", "many", "gone"]
+    "program",
+    [
+        "experts",
+        "layers",
+        "scaled",
+        "refusals",
+        "captured",
+        "captured_experts",
+        "outlived",
+        "ordered",
+        "tensors",
+        "many",
+        "gone",
+    ],
 )
 def test_the_calls_of_a_communicator_are_right_and_refusals_say_why(mpi_run: MpiRun, ranks: int, program: str) -> None:
     if program == "tensors":

@@ -94,6 +94,11 @@ class CpuDevice:
         self._memory[address].behind()[:] = GUARD
         return address
 
+    def upload(self, array: Array) -> int:
+        address = self.allocate(array.nbytes)
+        ctypes.memmove(address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        return address
+
     def allocate_stream_ordered(self, nbytes: int) -> int:
         address = self.allocate(nbytes)
         self._memory[address].stream_ordered = True

@@ -11,7 +11,7 @@ from ncclep_bench.backends.cuda.registration import Registrations
 from ncclep_bench.backends.cuda.session import CudaSession
 from ncclep_bench.backends.cuda.tokens import VEC_BYTES
 from ncclep_bench.model.placement import Placement
-from ncclep_bench.native.loader import Launch
+from ncclep_bench.native.loader import Launch, Launches
 from ncclep_bench.runtime.nccl import Part
 
 BoolArray = npt.NDArray[np.bool_]
@@ -44,16 +44,20 @@ class ExpertHandle:
         self.held = self.all if in_place else session.allocate(held * block_bytes)
         self._state = session.new_state()
         ranks, experts_held = session.size, len(placement.experts_of_rank[session.rank])
-        self._copies = session.allocate(24 * placement.num_experts * (ranks + 1))
-        self._terms = session.allocate(8 * max(experts_held, 1) * ranks)
-        self._sums = session.allocate(8 * max(experts_held, 1))
-        self._crossing = self._crossed_bytes = 0
+        self._table_bytes = {
+            "copies": 24 * placement.num_experts * (ranks + 1),
+            "terms": 8 * max(experts_held, 1) * ranks,
+            "sums": 8 * max(experts_held, 1),
+        }
+        self._tables = {name: session.allocate(nbytes) for name, nbytes in self._table_bytes.items()}
+        """What kernels read of a call: where rows lie."""
+        self._launches = Launches()
+        self._crossed_bytes = 0
         self._inbox = self._from_inbox_bytes = 0
         self._aside = 0
         self._late: dict[int, int] = {}
         """By expert, where a sum waits until its place may be written."""
         self.run: Callable[[], None]
-        self._by_engine: list[tuple[int, int, int]] = []
 
     @property
     def copies_by_engine(self) -> bool:
@@ -79,12 +83,11 @@ class ExpertHandle:
                 target = self._heap.address("all", rank) + expert * block
                 if target != source:
                     copies.append((source, target, int(rank != me)))
-        self._crossing = sum(crosses for _, _, crosses in copies) * block
         if self.copies_by_engine:
-            self._by_engine = _joined(copies, block)
-            self.run = self._gather_around(needed, self._copy_by_engine)
+            crossing = sum(crosses for _, _, crosses in copies)
+            self.run = self._gather_around(needed, self._copying_by_engine(_joined(copies, block), crossing))
         else:
-            self._write_table(self._copies, np.array(copies, np.uint64).reshape(-1, 3))
+            self._write_table("copies", np.array(copies, np.uint64).reshape(-1, 3))
             self.run = self._gather_around(needed, self._launch("copy_blocks", len(copies)))
 
     def _serves(self, needed: BoolArray, holder: int, rank: int, expert: int) -> bool:
@@ -157,9 +160,9 @@ class ExpertHandle:
         for local, expert in enumerate(held):
             for rank in map(int, np.flatnonzero(has_gradient[:, expert])):
                 terms[local, rank] = inbox.get((rank, expert)) or self._gradient(rank, expert)
-        self._write_table(self._terms, terms)
+        self._write_table("terms", terms)
         sums = [self._late.get(expert) or self._held(local, expert) for local, expert in enumerate(held)]
-        self._write_table(self._sums, np.array(sums, np.uint64))
+        self._write_table("sums", np.array(sums, np.uint64))
 
     def _coming(self, has_gradient: BoolArray) -> list[tuple[int, Part]]:
         """Experts whose gradients come from ranks out of reach, and where they arrive."""
@@ -208,10 +211,14 @@ class ExpertHandle:
         """Where this rank sees the gradient of a rank in reach."""
         return self._heap.address("all", rank) + expert * self.block_bytes
 
-    def _write_table(self, address: int, table: npt.NDArray[np.uint64]) -> None:
-        self.session.device.write(address, table)
+    def _write_table(self, name: str, table: npt.NDArray[np.uint64]) -> None:
+        self.session.device.write(self._tables[name], table)
 
     def _launch(self, kernel: str, blocks: int) -> Launch:
+        key = (kernel, blocks, *self._tables.values())
+        return self._launches.get(key, lambda: self._prepare(kernel, blocks))
+
+    def _prepare(self, kernel: str, blocks: int) -> Launch:
         # From the most that any rank can have to do: grids must be equal on all ranks, and the same in all launches.
         most_bytes = int(self.placement.local_counts.max()) * self.session.size * self.block_bytes
         warps = self.session.device.threads // 32
@@ -222,22 +229,26 @@ class ExpertHandle:
             "block_vecs": self.block_bytes // VEC_BYTES,
             "chunk_vecs": chunk_bytes // VEC_BYTES,
             "blocks": blocks,
-            "copies": self._copies,
-            "terms": self._terms,
-            "sums": self._sums,
+            **self._tables,
         }
         grid = min(self.session.blocks, -(-most_bytes // (chunk_bytes * warps)))
         return self.session.launch(kernel, arguments, blocks=max(1, grid))
 
-    def _copy_by_engine(self) -> None:
-        self.session.meet_neighbours()
-        for source, target, nbytes in self._by_engine:
-            self.session.device.copy(target, source, nbytes)
-        self._crossed_bytes += self._crossing
-        self.session.meet_neighbours()
+    def _copying_by_engine(self, copies: Sequence[tuple[int, int, int]], crossing: int) -> Callable[[], None]:
+        """Copies of source, target and bytes each between two meetings; so many blocks cross."""
+        moved = {"crossing_vecs": crossing * self.block_bytes // VEC_BYTES, "counted": self._state}
+        leave = self._launches.get(("meet", crossing), lambda: self.session.meeting(**moved))
+
+        def copy() -> None:
+            self.session.meet_neighbours()
+            for source, target, nbytes in copies:
+                self.session.device.copy(target, source, nbytes)
+            leave()
+
+        return copy
 
     def moved(self) -> tuple[int, int]:
-        """Wire and control bytes: what the kernel counted, what was handed to the copy engines, what was exchanged."""
+        """Wire and control bytes: what the kernels counted, and what was exchanged."""
         launches, vectors = self.session.state(self._state)
         # What the kernel read from the inbox has crossed in an exchange, and its sender has counted it.
         wire = vectors * VEC_BYTES - self._from_inbox_bytes + self._crossed_bytes
@@ -249,6 +260,8 @@ class ExpertHandle:
 
 class RegisteredExpertHandle(ExpertHandle):
     """The same for buffers of the user's own, bound anew at every call; the host takes part in each.
+
+    A call that is captured keeps for good what its graph needs: registrations, and the tables that kernels read.
 
     Rows that peers read are registered, those of memory that no peer can open are copied into this rank's heap first.
     Who needs a row reads it where it lies: parameters too, so that one registration serves all who need them.
@@ -268,7 +281,9 @@ class RegisteredExpertHandle(ExpertHandle):
         # In place, the heap holds nothing but what is staged.
         super().__init__(session, placement=placement, block_bytes=block_bytes, in_place=True)
         self.registrations = Registrations(session, placement.num_experts, capacity)
-        self._tables: dict[int, npt.NDArray[np.uint64]] = {}
+        self._written: dict[str, npt.NDArray[np.uint64]] = {}
+        self._in_graphs: set[str] = set()
+        """Tables that later calls leave as they are."""
         self.place(whole, part)
 
     def place(self, whole: Sequence[int], part: Sequence[int]) -> None:
@@ -294,8 +309,6 @@ class RegisteredExpertHandle(ExpertHandle):
             if self._serves(needed, rank, me, expert)
         ]
         local_of = {expert: local for local, expert in enumerate(self.placement.experts_of_rank[me])}
-        self._crossing = sum(rank != me for rank, _ in wanted) * self.block_bytes
-        launch = None if self.copies_by_engine else self._launch("copy_blocks", len(wanted))
 
         def copy() -> None:
             self._publish([(expert, self.part[local]) for local, expert in read], "all_gather_experts")
@@ -307,13 +320,13 @@ class RegisteredExpertHandle(ExpertHandle):
                 )
                 for rank, expert in wanted
             ]
-            if launch is None:
+            if self.copies_by_engine:
                 # Two rows that are neighbours need not be one allocation, so nothing is joined.
-                self._by_engine = [(source, target, self.block_bytes) for source, target, _ in copies]
-                self._copy_by_engine()
+                blocks = [(source, target, self.block_bytes) for source, target, _ in copies]
+                self._copying_by_engine(blocks, sum(crosses for _, _, crosses in copies))()
             else:
-                self._write_table(self._copies, np.array(copies, np.uint64).reshape(-1, 3))
-                launch()
+                self._write_table("copies", np.array(copies, np.uint64).reshape(-1, 3))
+                self._launch("copy_blocks", len(copies))()
             self.registrations.release()
 
         self.run = self._gather_around(needed, copy)
@@ -325,12 +338,12 @@ class RegisteredExpertHandle(ExpertHandle):
             for expert in map(int, np.flatnonzero(has_gradient[self.session.rank]))
             if elsewhere.intersection(self.placement.owners[expert])
         ]
-        launch, moves = self._adding(dtype), self._late_moves()
+        moves = self._late_moves()
 
         def add() -> None:
             self._publish([(expert, self.whole[expert]) for expert in read], "reduce_scatter_expert_grads")
             self._bind_terms(has_gradient)
-            launch()
+            self._adding(dtype)()
             for source, target, _ in moves:
                 self.session.device.copy(target, source, self.block_bytes)
             self.registrations.release()
@@ -356,11 +369,20 @@ class RegisteredExpertHandle(ExpertHandle):
     def _gradient(self, rank: int, expert: int) -> int:
         return self.whole[expert] if rank == self.session.rank else self._row(rank, expert)
 
-    def _write_table(self, address: int, table: npt.NDArray[np.uint64]) -> None:
+    def _write_table(self, name: str, table: npt.NDArray[np.uint64]) -> None:
+        capturing = self.session.device.capturing()
         # Writing waits for the device, and rows mostly lie where they lay.
-        if not np.array_equal(self._tables.get(address, table[:0]), table):
-            super()._write_table(address, table)
-            self._tables[address] = table
+        if name not in self._written or not np.array_equal(self._written[name], table):
+            if capturing or name in self._in_graphs:
+                room = np.zeros(self._table_bytes[name] // table.itemsize, np.uint64)
+                room[: table.size] = table.ravel()
+                self._tables[name] = self.session.upload(room)
+                self._in_graphs.discard(name)
+            else:
+                super()._write_table(name, table)
+            self._written[name] = table
+        if capturing:
+            self._in_graphs.add(name)
 
     def close(self) -> None:
         self.registrations.close()

@@ -81,6 +81,8 @@ class Registrations:
         self._live: Counter[int] = Counter()
         self._dropped: list[int] = []
         self._mapped: dict[tuple[int, int], int] = {}
+        self._unwanted: set[tuple[int, int]] = set()
+        """Mapped, and to be let go of."""
 
     # ---- the owner ----
 
@@ -130,7 +132,9 @@ class Registrations:
         with contextlib.suppress(_NoHandleError):
             # With the identity: what has been freed is never found again, whatever lies there now.
             key = (allocation.identity, address, nbytes)
-            return self._cache.acquire(key, lambda: self._register(allocation, address, nbytes))
+            return self._cache.acquire(
+                key, lambda: self._register(allocation, address, nbytes), for_good=self._device.capturing()
+            )
         return None
 
     def _register(self, allocation: Allocation, address: int, nbytes: int) -> _Registration:
@@ -171,6 +175,7 @@ class Registrations:
         if not key[1]:
             return 0
         base = self._mapped.get(key)
+        self._unwanted.discard(key)
         if base is None:
             start = time.perf_counter_ns()
             base = self._mapped[key] = self._device.map(line["handle"].tobytes(), rank)
@@ -178,17 +183,18 @@ class Registrations:
         return base + int(line["offset"])
 
     def _let_go(self) -> None:
-        gone: list[tuple[int, int]] = []
         for rank in self._near:
             told = self._lines(rank, self._calls)["dropped"]
             if told[0] == _EVERYTHING:
-                gone += [key for key in self._mapped if key[0] == rank]
+                self._unwanted |= {key for key in self._mapped if key[0] == rank}
             else:
                 listed = {(rank, int(identity)) for identity in told[: np.count_nonzero(told)]}
-                gone += listed & self._mapped.keys()
-        if gone:
+                self._unwanted |= listed & self._mapped.keys()
+        # Letting go waits for the device, which nobody can in a capture.
+        if self._unwanted and not self._device.capturing():
             start = time.perf_counter_ns()
-            self._device.unshare([self._mapped.pop(key) for key in gone])
+            self._device.unshare([self._mapped.pop(key) for key in self._unwanted])
+            self._unwanted.clear()
             self.stats.count("mr_miss_total_us", (time.perf_counter_ns() - start) / 1e3)
 
     def _lines(self, rank: int, call: int) -> npt.NDArray[Any]:

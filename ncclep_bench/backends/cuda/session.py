@@ -146,9 +146,8 @@ class CudaSession:
         self.fault = self.upload(np.array([0, 0, self._told.ctypes.data], np.uint64))
         parts = dict.fromkeys(("ready_flags", "done_flags"), 8 * self.size)
         self._heap = self.heap(parts, flags=dict.fromkeys(parts, 1))
-        self.meet_neighbours = self.launch(
-            "meet", self.block_arguments(self._heap, self.new_state()), blocks=1, threads=32
-        )
+        self._meetings = self.new_state()
+        self.meet_neighbours = self.meeting()
         self._words = self.allocate(_WORD_BYTES * self.size) if self.staging else 0
 
     def _reached(self, transport: str, host: str) -> list[set[int]]:
@@ -199,6 +198,11 @@ class CudaSession:
             "a meeting of the ranks",
         )
 
+    def meeting(self, **others: int) -> Launch:
+        """One kernel for ranks in reach to meet in, with `others` for some of its arguments."""
+        arguments = self.block_arguments(self._heap, self._meetings) | others
+        return self.launch("meet", arguments, blocks=1, threads=32)
+
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part], operation: str) -> int:
         """Bytes sent to ranks out of reach; nothing where there is none. As Staging.exchange."""
         return 0 if self.staging is None else self.staging.exchange(sends, receives, operation)
@@ -224,9 +228,7 @@ class CudaSession:
 
     def upload(self, array: Array) -> int:
         """Memory of this rank alone with a copy of `array`."""
-        address = self.allocate(array.nbytes)
-        self.device.write(address, array)
-        return address
+        return self.own(self.device.upload(array))
 
     def launch(
         self,
@@ -256,6 +258,8 @@ class CudaSession:
             "copies": 0,
             "terms": 0,
             "sums": 0,
+            "crossing_vecs": 0,
+            "counted": 0,
             "state": state,
             "fault": self.fault,
             "deadline_ns": int(self.deadline_s * 1e9),

@@ -28,6 +28,7 @@ extern "C" __global__ void meet(const BlockArgs a) {
     const u64 epoch = *epoch_of_block(a.state);
     signal_ranks(a.heaps, a.rank, a.ranks, a.ready_flags_at, epoch);
     await_ranks(a.heaps, a.rank, a.ranks, a.ready_flags_at, epoch, waiting_of(a), word);
+    if (a.crossing_vecs && threadIdx.x == 0) fetch_add(&a.counted->rows_pushed, (u64)a.crossing_vecs);
     leave(a.state, epoch);
 }
 NCCLEP_EXPORT(meet)

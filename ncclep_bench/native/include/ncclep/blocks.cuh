@@ -25,6 +25,8 @@ struct BlockArgs {
     const Copy* copies;
     const u64* terms;  // [blocks][ranks], address of each rank's gradient, 0: it has none
     const u64* sums;   // [blocks], address of the sum
+    i64 crossing_vecs;  // of a meeting: what the copy engines have moved to other ranks before it
+    State* counted;     // where that is added
     State* state;
     Fault* fault;
     u64 deadline_ns;
