@@ -640,7 +640,8 @@ def tensors() -> None:
     stream, bfloat16 = torch.cuda.Stream(), torch.bfloat16
     shape = (TOKENS, HIDDEN)
     fields = {"top_k": TOP_K, "hidden": HIDDEN, "mode": "ll", "layout": "expert_major", "dtype": "bfloat16"}
-    with EpCommunicator(WORLD, config(**fields, max_tokens_per_rank=TOKENS)) as comm, torch.cuda.stream(stream):
+    fields |= {"max_tokens_per_rank": TOKENS, "expert_elements": ELEMENTS}
+    with EpCommunicator(WORLD, config(**fields)) as comm, torch.cuda.stream(stream):
         generator = torch.Generator("cuda").manual_seed(RANK)
         scores = torch.rand((TOKENS, EXPERTS), device="cuda", generator=generator)
         weights, topk_idx = (part.contiguous() for part in scores.topk(TOP_K))
@@ -656,20 +657,28 @@ def tensors() -> None:
             came = torch.as_tensor(handle.dispatch(rows, stream=stream).tokens.view("int16"), device="cuda")
             handle.combine(came.view(bfloat16) * 2, out, stream=stream)
 
+        params = torch.zeros((len(comm.local_experts), ELEMENTS), device="cuda", dtype=bfloat16)
+        whole = torch.zeros((EXPERTS, ELEMENTS), device="cuda", dtype=bfloat16)
+        numbers = torch.arange(EXPERTS, device="cuda")[:, None].to(bfloat16)
         pair()
         stream.synchronize()
+        # Capturing, torch forbids what is not to be part of a graph; nothing of these buffers has been called before.
         with torch.cuda.graph(graph, stream=stream):
             pair()
+            comm.all_gather_experts(params, None, whole, stream=stream)
         for draw in range(4):
             scores = torch.rand((TOKENS, EXPERTS), device="cuda", generator=generator)
             weights.copy_(scores.topk(TOP_K).values)
             idx.copy_(scores.topk(TOP_K).indices)
             rows.copy_(torch.randint(-8, 9, shape, device="cuda", generator=generator))
             out.fill_(99)
+            params.copy_(numbers[list(comm.local_experts)] + draw)
             if draw == 2:
                 pair()
+                comm.all_gather_experts(params, None, whole, stream=stream)
             else:
                 graph.replay()
+            torch.testing.assert_close(whole, (numbers + draw).expand_as(whole), rtol=0, atol=0)
             expected = rows.float() * weights.sum(dim=1, keepdim=True) * 2
             torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.05)
         comm.synchronize()
