@@ -113,7 +113,9 @@ def _ranks_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--dry-run", is_flag=True, help="List cases with bytes and memory; start nothing."),
             click.option("--out", type=click.Path(path_type=Path), help="Folder of the run.  [reports/SCENARIO-TIME]"),
             click.option(
-                "--resume", type=click.Path(path_type=Path), help="Go on in the folder of a run, with its command."
+                "--resume",
+                type=click.Path(path_type=Path),
+                help="Go on in the folder of a run: the same line without --out.",
             ),
             click.option("--format", "formats", multiple=True, help=f"Of {', '.join(FORMATS)}; may be repeated."),
             click.option("--repeats", type=click.IntRange(1, 1000), default=1, help="Measure in N sets of processes."),
@@ -148,6 +150,7 @@ def sweep(
     """Measure every case of scenarios, given as files or by bare name.
 
     Before the first case ncclep-doctor looks at this machine; what it finds is in the report and stops nothing.
+    sweep --resume DIR alone repeats the command of the folder's run, of ncclep-bench run too.
 
     Under mpirun or srun, without --np, the launcher's ranks are used. Exit code 0: all cases passed or were waived;
     1: some failed or errored; 2: wrong usage or input; 3: nothing could run; 130: interrupted.
@@ -202,8 +205,6 @@ def run(
     MIN and MAX are tokens per rank for collectives that move tokens, and bytes of one expert for those that move
     parameters or gradients.
     """
-    import msgspec
-
     from ncclep_bench.model.dtype import dtype_named
     from ncclep_bench.model.scenario import Scenario
     from ncclep_bench.sweeps.load import with_overrides
@@ -230,9 +231,7 @@ def run(
     written = [f"{key}={value}" for key, value in axes.items()]
 
     def load() -> list[Scenario]:
-        # Only what somebody has typed as a setting is called one.
-        asked = msgspec.structs.replace(with_overrides(base, written), settings=())
-        return [with_overrides(asked, _with_deadline(settings, deadline))]
+        return [with_overrides(with_overrides(base, written, typed=False), _with_deadline(settings, deadline))]
 
     _measure(load, **options)
 
@@ -286,7 +285,7 @@ def _measure(
     out: Path | None,
     formats: tuple[str, ...],
     repeats: int,
-    resume: Path | None = None,
+    resume: Path | None,
     preflight: bool = False,
     anonymise: bool = False,
 ) -> None:

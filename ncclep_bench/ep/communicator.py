@@ -54,17 +54,19 @@ class EpCommunicator:
     stream gets afterwards; the call itself need not wait for the GPU, and communicators of one process take turns. What
     ranks' streams hold before a call may take them `deadline_s` apart at most. What the GPU reports, such as a peer
     that does not come, is raised at a later call, or by `synchronize`, after which only `destroy` is left. Results are
-    DeviceArrays; making a new one, or dropping it, waits for the GPU: `out` saves that.
+    DeviceArrays; dropping one waits for the GPU, and making one may: `out` saves that.
 
     There, where ranks reach each other's memory, both expert collectives, a handle's `dispatch` and `combine` and, in
     mode `ll` with a routing on the GPU, its `update` can be captured into a CUDA graph, by all ranks alike: replays
-    take what the same buffers then hold. All ranks replay it equally often, in the same order among their other calls,
-    and not after the handle's or the communicator's end. Of a handle, without `update` it holds for the number of
-    tokens (another is raised as above), in mode `ht` for the very routing with which it was captured; with it, the next
-    call outside needs an `update` before. Of expert collectives it holds for `needed` and `has_gradient` as they were,
-    and the registrations it needs stay until the communicator's end, beside `ep_mr_cache_size`. A replay is its
-    stream's: only streams put it in order with other calls, and `synchronize` does not wait for it. While something
-    else is being captured, no array or handle may be dropped, since that frees memory.
+    take what the same buffers then hold. Each call needs its `out`, an expert collective also a size that has been
+    called before or is in the EpConfig; `stats`, `synchronize` and the warm-up are for outside. All ranks replay it
+    equally often, in the same order among their other calls, and not after the handle's or the communicator's end. Of a
+    handle, without `update` it holds for the number of tokens (another is raised as above), in mode `ht` for the very
+    routing with which it was captured; with it, the next call outside needs an `update` before. Of expert collectives
+    it holds for `needed` and `has_gradient` as they were, and the registrations it needs stay until the communicator's
+    end, beside `ep_mr_cache_size`. A replay is its stream's: only streams put it in order with other calls, and
+    `synchronize` does not wait for it. While something else is being captured, no array or handle may be dropped, since
+    that frees memory.
     """
 
     def __init__(self, group: object, ep_config: EpConfig) -> None:

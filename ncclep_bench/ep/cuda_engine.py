@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -335,7 +335,7 @@ class CudaTokenCalls(_Calls[TokenHandle]):
         if handle.mode == "ht":
             handle.session.check()
 
-    def dispatch(self, tokens: Array, scales: Array | None = None) -> dict[str, DeviceArray]:
+    def dispatch(self, tokens: Array, scales: Array | None = None) -> Mapping[str, DeviceArray]:
         handle = self._handle
         _check_rows(handle, "tokens", tokens, (handle.tokens, handle.hidden))
         if scales is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from ncclep_bench.backends.contract import Stats
@@ -29,7 +29,7 @@ class TokenCalls(Protocol):
 
     def update(self, topk_idx: Array, topk_weights: Array) -> None: ...
 
-    def dispatch(self, tokens: Array, scales: Array | None = None) -> dict[str, Any]:
+    def dispatch(self, tokens: Array, scales: Array | None = None) -> Mapping[str, Any]:
         """What has come, as Dispatch names it."""
 
     def combine_rows(self) -> Any: ...

@@ -22,6 +22,8 @@ USUAL_SHARED_BYTES = 48 << 10
 Launch = Callable[[], None]
 """One kernel, ready to be enqueued any number of times."""
 
+_MOST_PREPARED = 64
+
 _KERNEL = re.compile(r"^NCCLEP_EXPORT\((\w+)\)", re.MULTILINE)
 _PARAMETER = r"__global__[^;{{}}]*\b{kernel}\(const (\w+) "
 _FIELD = re.compile(r"^    (?:const )?\w+\*? (\w+)(?:\[(\d+)\])?;", re.MULTILINE)
@@ -86,14 +88,13 @@ def pack(kernel: Kernel, values: dict[str, Any]) -> npt.NDArray[np.uint64]:
 class Launches:
     """Launches that come again, by what tells them apart; now and then all are forgotten."""
 
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._prepared: dict[Hashable, Launch] = {}
 
     def get(self, key: Hashable, prepare: Callable[[], Launch]) -> Launch:
         """The launch of `key`, which `prepare` makes if there is none."""
         if key not in self._prepared:
-            if len(self._prepared) == self._most:
+            if len(self._prepared) == _MOST_PREPARED:
                 self.clear()
             self._prepared[key] = prepare()
         return self._prepared[key]

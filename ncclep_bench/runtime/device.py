@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -61,9 +62,6 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> int:
         """The address of zeroed memory."""
 
-    def upload(self, array: Array) -> int:
-        """The address of memory that holds a copy of a host array, at once, whatever is enqueued."""
-
     def allocate_stream_ordered(self, nbytes: int) -> int:
         """The same from the device's memory pool, whose memory has no handle that `export` could give."""
 
@@ -96,6 +94,9 @@ class Device(Protocol):
     def write(self, address: int, array: Array) -> None:
         """Copy a host array to the device, after what is enqueued."""
 
+    def write_unused(self, address: int, array: Array) -> None:
+        """The same at once, to memory that nothing enqueued uses."""
+
     def read(self, address: int, array: Array) -> None:
         """Copy from the device into a host array, after what is enqueued."""
 
@@ -125,7 +126,7 @@ class Device(Protocol):
     def within(self, stream: int) -> AbstractContextManager[None]:
         """What is enqueued inside comes after what a stream of the user's holds, and before what it gets afterwards.
 
-        While it is being captured, memory can be allocated, uploaded and mapped inside as usual.
+        While it is being captured, memory can be allocated, written as yet unused and mapped inside.
         The device is current inside. Raises UsageError for a default stream, and one of another device or context; an
         address that is no stream's cannot be told.
         """
@@ -191,6 +192,7 @@ class CudaDevice:
         self._setup = self._cupy.cuda.Stream(non_blocking=True)
         """What has no part in any order, nor in a capture: contents of new memory."""
         self._handover = self._cupy.cuda.Event(disable_timing=True)
+        self._handing_over = threading.Lock()
         sharers = -(-_ranks_here() // self._runtime.getDeviceCount())
         # Blocks of ranks that share a GPU wait for each other, so all of them must fit at once.
         self.blocks = max(1, int(self._device.attributes["MultiProcessorCount"]) // sharers)
@@ -228,12 +230,6 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> int:
         return self._allocated(nbytes, self._runtime.malloc)
-
-    def upload(self, array: Array) -> int:
-        address = self.allocate(max(array.nbytes, 1))
-        self._runtime.memcpyAsync(address, array.ctypes.data, array.nbytes, _TO_DEVICE, self._setup.ptr)
-        self._setup.synchronize()
-        return address
 
     def allocate_stream_ordered(self, nbytes: int) -> int:
         def allocate(nbytes: int) -> int:
@@ -339,6 +335,10 @@ class CudaDevice:
             # From pageable memory the copy may still be on its way when the call returns.
             self._runtime.deviceSynchronize()
 
+    def write_unused(self, address: int, array: Array) -> None:
+        self._runtime.memcpyAsync(address, array.ctypes.data, array.nbytes, _TO_DEVICE, self._setup.ptr)
+        self._setup.synchronize()
+
     def read(self, address: int, array: Array) -> None:
         self.synchronize()
         if array.nbytes:
@@ -410,7 +410,8 @@ class CudaDevice:
         """Inside, this thread may call what does not belong into a capture, which is not part of it then."""
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         exchange = _driver().cuThreadExchangeStreamCaptureMode
-        exchange(ctypes.byref(mode))
+        if status := exchange(ctypes.byref(mode)):
+            raise self._cupy.cuda.driver.CUDADriverError(status)
         try:
             yield
         finally:
@@ -418,9 +419,10 @@ class CudaDevice:
 
     def _order(self, first: int, then: int) -> None:
         """What one stream holds now comes before what another gets from now on."""
-        # Whoever waits for an event waits for its last record before: one serves all.
-        self._runtime.eventRecord(self._handover.ptr, first)
-        self._runtime.streamWaitEvent(then, self._handover.ptr)
+        # Whoever waits for an event waits for its last record before, so one serves all that do not come in between.
+        with self._handing_over:
+            self._runtime.eventRecord(self._handover.ptr, first)
+            self._runtime.streamWaitEvent(then, self._handover.ptr)
 
     def _check_stream(self, stream: int) -> None:
         where = f"rank {self.rank}, GPU {self.index}: stream {stream:#x}"

@@ -86,7 +86,8 @@ def rank_processes(
     Nothing of them is left afterwards, whatever happens. `mark` is one of the arguments, and nobody else's. `segments`:
     shared memory of ranks that may be gone before they can be asked.
     """
-    # Ranks run what this process runs, not a folder of its name in the current one; from its own folder it is that.
+    # Ranks run what this process runs, not a folder of its name in the current one. Where that is the same folder,
+    # it may be the only way to import it.
     safe = [] if Path.cwd() == _IMPORTED_FROM else ["-P"]
     starter = [] if launcher is None else [*launcher, "-n", str(ranks)]
     command = [*starter, sys.executable, *safe, "-m", module, *arguments]
@@ -106,8 +107,10 @@ def rank_processes(
 
 
 def marked_processes(module: str, mark: str) -> list[int]:
-    """Processes of this host that run `python -m module` with `mark` on their command line: nobody else's, if it is
-    unique."""
+    """Processes of this host that run `python -m module`, with -P or without, and `mark` on their command line.
+
+    Nobody else's, if it is unique.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

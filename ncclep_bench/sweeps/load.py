@@ -69,20 +69,24 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     )
 
 
-def with_overrides(scenario: Scenario, settings: Sequence[str]) -> Scenario:
+def with_overrides(scenario: Scenario, settings: Sequence[str], *, typed: bool = True) -> Scenario:
     """The scenario with each `key=value` of `settings` in place of what its file says.
 
     Keys are axes or fields of `[timing]`; a value is TOML, or bare words with commas between them.
     Setting one of `tokens` and `batch_size`, or of `num_experts` and `experts_per_rank`, drops the other; `routing`
     drops `routing_param`.
-    Raises InputError that quotes the setting at fault.
+    Raises InputError that quotes the setting at fault as `--set`, unless nobody has `typed` them as that.
     """
+
+    def quoted(setting: str) -> str:
+        return f"--set {setting}" if typed else scenario.file
+
     axes, timing = dict(scenario.axes), scenario.timing
     chosen: set[str] = set()
     timed = ""
     for setting in settings:
         key, value = _parsed(setting)
-        record = _converted({key: value}, _timing_types(), file=f"--set {setting}")
+        record = _converted({key: value}, _timing_types(), file=quoted(setting))
         if key in _timing_types():
             timing = msgspec.structs.replace(timing, **record)
             timed = setting
@@ -93,8 +97,9 @@ def with_overrides(scenario: Scenario, settings: Sequence[str]) -> Scenario:
             if replaced not in chosen:
                 axes.pop(replaced, None)
     if timed:
-        _check_timing(timing, file=shown(f"--set {timed}"))
-    return msgspec.structs.replace(scenario, axes=axes, timing=timing, settings=(*scenario.settings, *settings))
+        _check_timing(timing, file=shown(quoted(timed)))
+    said = (*scenario.settings, *settings) if typed else scenario.settings
+    return msgspec.structs.replace(scenario, axes=axes, timing=timing, settings=said)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ def _run(job: Job, out: Path, group: MpiGroup, watcher: Watcher) -> int:
     """Measure the job; the exit code that all ranks leave with."""
     if group.rank == 0:
         # Whoever ends the ranks from outside leaves nobody to say it.
-        print(f"results go to {out}, and --resume {out} goes on with them if this is cut short", file=sys.stderr)
+        print(f"results go to {out}; if this is cut short, --resume {shlex.quote(str(out))} goes on", file=sys.stderr)
         watcher.begin(len(job.cases))
 
     def on_event(event: Event) -> None:

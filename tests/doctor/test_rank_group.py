@@ -149,7 +149,8 @@ def rank_processes(parent: int) -> Iterator[tuple[int, int]]:
             environ = dict(word.partition(b"=")[::2] for word in (entry / "environ").read_bytes().split(b"\0"))
         except OSError:
             continue
-        if words[1:3] == [b"-m", MODULE.encode()] and environ.get(b"NCCLEP_TEST_PARENT") == str(parent).encode():
+        module = [b"-m", MODULE.encode()]
+        if module in (words[1:3], words[2:4]) and environ.get(b"NCCLEP_TEST_PARENT") == str(parent).encode():
             yield int(environ[b"PMI_RANK"]), int(entry.name)
 
 

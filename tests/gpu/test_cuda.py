@@ -43,6 +43,7 @@ def test_every_kind_of_case_is_right_when_each_release_and_acquire_dawdles(mpi_r
         "refusals",
         "captured",
         "captured_experts",
+        "forgotten",
         "outlived",
         "ordered",
         "tensors",

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from ncclep_bench import EpCommunicator, EpConfig
 from ncclep_bench.backends.cuda import experts as expert_calls
+from ncclep_bench.backends.cuda import registration
 from ncclep_bench.ep import cuda_engine
 from ncclep_bench.ep.device_buffers import DeviceArray
 from ncclep_bench.errors import BenchError, CannotRunError, RankError, UsageError
@@ -381,6 +382,66 @@ def captured_experts() -> None:
         with Graph(), refused(UsageError, "the first call of this size in a stream that is being captured"):
             comm.all_gather_experts(params, out=out, stream=STREAM)
         np.testing.assert_array_equal(contents(comm.all_gather_experts(params, out=out, stream=STREAM)), 0)
+
+
+def forgotten() -> None:
+    """What a graph holds stays where peers map it, whatever owners drop, and nothing is mapped over something else."""
+    with EpCommunicator(WORLD, config(expert_elements=ELEMENTS, ep_mr_cache_size=1000)) as comm:
+        held = list(comm.local_experts)
+        out = Interface(np.zeros((EXPERTS, ELEMENTS), np.float32))
+        draws = iter(range(1000))
+
+        def params() -> tuple[Interface, Array]:
+            """A buffer of its own, and what then comes of all ranks' buffers."""
+            truth = integers(next(draws), (EXPERTS, ELEMENTS), np.float32)
+            return Interface(truth[held]), truth
+
+        def call(buffer: Interface) -> None:
+            comm.all_gather_experts(buffer, None, out, stream=STREAM)
+
+        def right(truth: Array) -> None:
+            np.testing.assert_array_equal(contents(out), truth)
+            DEVICE.write(out.address, np.full_like(truth, 99))
+
+        def called() -> Interface:
+            buffer, truth = params()
+            call(buffer)
+            right(truth)
+            return buffer
+
+        kept, truth = params()
+        with Graph() as graph:
+            call(kept)
+        # More at once than a directory has lines for.
+        for _ in range(2 * EXPERTS):
+            called()
+        one, replaces = DEVICE.allocation_of(kept.address).identity, registration._replaces
+        registration._replaces = lambda new, other: other.identity not in (one, new.identity)
+        called()
+        registration._replaces = replaces
+        for _ in range(3):
+            called()
+            graph.replay()
+            right(truth)
+
+        # In a capture peers cannot let go of what has been freed.
+        freed = called()
+        DEVICE.free(freed.address)
+        again, truth = params()
+        reused = again.address == freed.address and RANKS > 1
+        if len(set(WORLD.allgather(reused))) == 1:
+            asked = refused(UsageError, "where another buffer was", "before the capture")
+            with Graph(), asked if reused else contextlib.nullcontext():
+                call(again)
+        else:
+            call(again)
+        for _ in range(2):
+            call(again)
+            right(truth)
+            with Graph() as graph:
+                call(again)
+            graph.replay()
+            right(truth)
 
 
 def outlived() -> None:

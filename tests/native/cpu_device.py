@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 
 COMPILER = shutil.which("g++")
 GUARD_BYTES, GUARD = 4096, 0x5A
+_HANDLE = "6q"
 
 
 def build(kernels: Path, include: Path, flags: Sequence[str] = ()) -> dict[str, Path]:
@@ -94,11 +95,6 @@ class CpuDevice:
         self._memory[address].behind()[:] = GUARD
         return address
 
-    def upload(self, array: Array) -> int:
-        address = self.allocate(array.nbytes)
-        ctypes.memmove(address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
-        return address
-
     def allocate_stream_ordered(self, nbytes: int) -> int:
         address = self.allocate(nbytes)
         self._memory[address].stream_ordered = True
@@ -133,11 +129,16 @@ class CpuDevice:
 
     def export(self, allocation: Allocation) -> bytes:
         memory = self._memory[allocation.base]
-        return b"" if memory.stream_ordered else struct.pack("4q", *memory.file.handle)
+        where = memory.allocation.base, memory.allocation.nbytes
+        return b"" if memory.stream_ordered else struct.pack(_HANDLE, *memory.file.handle, *where)
 
     def map(self, handle: bytes, rank: int) -> int:
-        assert handle not in self.mapped.values(), "a driver may refuse to map what it has mapped"
-        file = SharedFile.open(SharedFileHandle(*struct.unpack_from("4q", handle)))
+        owner, *_, base, nbytes = struct.unpack_from(_HANDLE, handle)
+        for mapped in self.mapped.values():
+            other, *_, other_base, other_nbytes = struct.unpack_from(_HANDLE, mapped)
+            apart = base + nbytes <= other_base or other_base + other_nbytes <= base
+            assert owner != other or apart, "a driver may refuse to map where it has mapped something"
+        file = SharedFile.open(SharedFileHandle(*struct.unpack_from(_HANDLE, handle)[:4]))
         address = self._map(file, file.nbytes)
         self.mapped[address] = handle
         return address
@@ -159,6 +160,9 @@ class CpuDevice:
 
     def write(self, address: int, array: Array) -> None:
         self.synchronize()
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def write_unused(self, address: int, array: Array) -> None:
         ctypes.memmove(address, array.ctypes.data, array.nbytes)
 
     def read(self, address: int, array: Array) -> None:

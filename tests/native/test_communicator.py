@@ -17,7 +17,18 @@ PROGRAM = Path(__file__).with_name("communicator_ranks.py")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
     "program",
-    ["experts", "layers", "scaled", "refusals", "captured", "captured_experts", "outlived", "many", "handles"],
+    [
+        "experts",
+        "layers",
+        "scaled",
+        "refusals",
+        "captured",
+        "captured_experts",
+        "forgotten",
+        "outlived",
+        "many",
+        "handles",
+    ],
 )
 def test_calls_are_right_and_refusals_say_why(mpi_run: MpiRun, ranks: int, program: str) -> None:
     done = mpi_run(ranks, "-m", "mpi4py", PROGRAM, "cpu", program, env={"PYTHONPATH": str(PROGRAM.parents[2])})

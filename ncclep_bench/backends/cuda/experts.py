@@ -234,10 +234,13 @@ class ExpertHandle:
         grid = min(self.session.blocks, -(-most_bytes // (chunk_bytes * warps)))
         return self.session.launch(kernel, arguments, blocks=max(1, grid))
 
-    def _copying_by_engine(self, copies: Sequence[tuple[int, int, int]], crossing: int) -> Callable[[], None]:
+    def _copying_by_engine(self, copies: Sequence[tuple[int, int, int]], crossing_blocks: int) -> Callable[[], None]:
         """Copies of source, target and bytes each between two meetings; so many blocks cross."""
-        moved = {"crossing_vecs": crossing * self.block_bytes // VEC_BYTES, "counted": self._state}
-        leave = self._launches.get(("meet", crossing), lambda: self.session.meeting(**moved))
+        crossing_vecs = crossing_blocks * self.block_bytes // VEC_BYTES
+        leave = self._launches.get(
+            ("meet", crossing_vecs),
+            lambda: self.session.meeting(crossing_vecs=crossing_vecs, counted=self._state),
+        )
 
         def copy() -> None:
             self.session.meet_neighbours()

@@ -79,10 +79,10 @@ class Registrations:
         self._cache: RegistrationCache[_Registration] = RegistrationCache(capacity, self.stats.count)
         self._calls = 0
         self._live: Counter[int] = Counter()
-        self._dropped: list[int] = []
+        self._dropped: list[Allocation] = []
+        """What peers have not been told to let go of."""
         self._mapped: dict[tuple[int, int], int] = {}
-        self._unwanted: set[tuple[int, int]] = set()
-        """Mapped, and to be let go of."""
+        self._in_graphs: set[tuple[int, int]] = set()
 
     # ---- the owner ----
 
@@ -148,6 +148,12 @@ class Registrations:
             )
         # Peers must not open what lies where they still have mapped something else.
         self._forget(self._cache.drop(lambda other: _replaces(allocation, other.allocation)))
+        if self._device.capturing() and any(_replaces(allocation, other) for other in self._dropped):
+            raise UsageError(
+                f"rank {self._session.rank}: a row at {address:#x}, first used in a capture, lies where another buffer "
+                "was, which peers cannot let go of now",
+                hint="call this once with the same buffers before the capture",
+            )
         self._live[allocation.identity] += 1
         return _Registration(allocation, handle)
 
@@ -158,12 +164,20 @@ class Registrations:
             if not self._live[identity]:
                 # Peers map an allocation once: other rows in it would still need that.
                 del self._live[identity]
-                self._dropped.append(identity)
+                self._dropped.append(registration.allocation)
 
     def _tell_dropped(self, told: npt.NDArray[Any]) -> None:
-        dropped = list(dict.fromkeys(self._dropped))
-        self._dropped = []
         told[...] = 0
+        # Letting go waits for the device, which nobody can in a capture.
+        if self._device.capturing():
+            return
+        # What has come back since is still mapped.
+        dropped = [
+            identity
+            for identity in dict.fromkeys(gone.identity for gone in self._dropped)
+            if identity not in self._live
+        ]
+        self._dropped = []
         told[: len(dropped)] = dropped if len(dropped) <= len(told) else _EVERYTHING
 
     # ---- the peers ----
@@ -174,8 +188,9 @@ class Registrations:
         key = (rank, int(line["identity"]))
         if not key[1]:
             return 0
+        if self._device.capturing():
+            self._in_graphs.add(key)
         base = self._mapped.get(key)
-        self._unwanted.discard(key)
         if base is None:
             start = time.perf_counter_ns()
             base = self._mapped[key] = self._device.map(line["handle"].tobytes(), rank)
@@ -183,18 +198,17 @@ class Registrations:
         return base + int(line["offset"])
 
     def _let_go(self) -> None:
+        gone: list[tuple[int, int]] = []
         for rank in self._near:
             told = self._lines(rank, self._calls)["dropped"]
             if told[0] == _EVERYTHING:
-                self._unwanted |= {key for key in self._mapped if key[0] == rank}
+                gone += [key for key in self._mapped.keys() - self._in_graphs if key[0] == rank]
             else:
                 listed = {(rank, int(identity)) for identity in told[: np.count_nonzero(told)]}
-                self._unwanted |= listed & self._mapped.keys()
-        # Letting go waits for the device, which nobody can in a capture.
-        if self._unwanted and not self._device.capturing():
+                gone += listed & self._mapped.keys()
+        if gone:
             start = time.perf_counter_ns()
-            self._device.unshare([self._mapped.pop(key) for key in self._unwanted])
-            self._unwanted.clear()
+            self._device.unshare([self._mapped.pop(key) for key in gone])
             self.stats.count("mr_miss_total_us", (time.perf_counter_ns() - start) / 1e3)
 
     def _lines(self, rank: int, call: int) -> npt.NDArray[Any]:

@@ -228,7 +228,9 @@ class CudaSession:
 
     def upload(self, array: Array) -> int:
         """Memory of this rank alone with a copy of `array`."""
-        return self.own(self.device.upload(array))
+        address = self.allocate(array.nbytes)
+        self.device.write_unused(address, array)
+        return address
 
     def launch(
         self,
@@ -266,7 +268,7 @@ class CudaSession:
         }
 
     def state(self, address: int) -> tuple[int, int]:
-        """Launches done, and rows (or vectors) pushed to other ranks, of a kernel's state; waits for the device."""
+        """Launches done, and rows (or vectors) moved between ranks, of a kernel's state; waits for the device."""
         words = np.zeros(_STATE_WORDS, dtype=np.uint64)
         self.device.read(address, words)
         return int(words[0]), int(words[1])

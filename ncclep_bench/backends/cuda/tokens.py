@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,11 +78,6 @@ class Place(NamedTuple):
     address: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from its address on."""
-        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 _NOT_THERE = 0xFFFFFFFF

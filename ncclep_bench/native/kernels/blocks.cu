@@ -21,7 +21,8 @@ __device__ static void finish(const BlockArgs& a, u64 epoch, u64* word) {
     leave(a.state, epoch);
 }
 
-// A barrier of all ranks; one block, 8 bytes of shared memory, as the other kernels here.
+// A barrier of all ranks, which counts what the copy engines have moved; one block, 8 bytes of shared memory, as the
+// other kernels here.
 extern "C" __global__ void meet(const BlockArgs a) {
     await_previous();
     u64* word = reinterpret_cast<u64*>(shared_bytes());

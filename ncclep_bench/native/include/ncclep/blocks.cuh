@@ -9,7 +9,7 @@ namespace ncclep {
 struct Copy {
     const Vec* from;
     Vec* to;
-    u64 crosses;  // whether `to` is another rank's
+    u64 crosses;  // whether one of them is another rank's
 };
 
 // Fields are 64 bits wide each; the host packs them by name in this order. `*_at`: offset in every rank's heap.
@@ -25,7 +25,7 @@ struct BlockArgs {
     const Copy* copies;
     const u64* terms;  // [blocks][ranks], address of each rank's gradient, 0: it has none
     const u64* sums;   // [blocks], address of the sum
-    i64 crossing_vecs;  // of a meeting: what the copy engines have moved to other ranks before it
+    i64 crossing_vecs;  // of a meeting: what the copy engines have moved between ranks before it
     State* counted;     // where that is added
     State* state;
     Fault* fault;
