@@ -41,9 +41,10 @@ staged() {
 }
 shapes_ll() { shapes --mode ll; }
 shapes_ht() { shapes --mode ht --sms 16,32,64,132; }
+calls() { $mpirun "$python" -m mpi4py benchmarks/call_time.py; }
 
 steps=("$@")
-[ $# -gt 0 ] || steps=(tests doctor cuda sms nccl nccl_ep nccl_ep_sms use staged shapes_ll shapes_ht)
+[ $# -gt 0 ] || steps=(tests doctor cuda sms nccl nccl_ep nccl_ep_sms use staged shapes_ll shapes_ht calls)
 failed=0
 for step in "${steps[@]}"; do
     start=$SECONDS
