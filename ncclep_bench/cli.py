@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
+from click.core import ParameterSource
 
 from ncclep_bench.errors import BenchError, InputError
 from ncclep_bench.registry import BACKENDS, COLLECTIVES, FORMATS
@@ -158,7 +159,7 @@ def sweep(
     from ncclep_bench.sweeps.load import load_scenario, with_overrides
 
     if resume is not None and not scenarios:
-        _again(resume)
+        _again(resume, {"--np": options["ranks"], "--launcher": options["launcher"], "--format": options["formats"]})
         return
     if not scenarios:
         raise click.UsageError("Missing argument 'SCENARIO...'.")
@@ -250,14 +251,23 @@ def _sizes(first: str, last: str, factor: int) -> list[int]:
     return sizes
 
 
-def _again(directory: Path) -> NoReturn:
-    """Continue a run with the command in its header."""
+def _again(directory: Path, instead: dict[str, Any]) -> NoReturn:
+    """Continue a run with the command in its header, some of whose options may be replaced; others are refused."""
     from ncclep_bench.results.store import read_run
 
+    context, known = click.get_current_context(), {"--resume", *instead}
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and not known.intersection(parameter.opts):
+            raise click.UsageError(f"--resume alone repeats the folder's command: leave out {parameter.opts[-1]}.")
     program, command, *arguments = read_run(directory).header.command
-    if "--resume" in arguments:
-        arguments = arguments[: arguments.index("--resume")]
-    main.main([command, *_without_option(arguments, "--out"), "--resume", str(directory)], prog_name=program)
+    options = ["--resume", str(directory)]
+    for option, value in instead.items():
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        options += [word for value in values for word in (option, str(value))]
+    for option in ("--out", *options[::2]):
+        arguments = list(_without_option(arguments, option))
+    main.main([command, *options, *arguments], prog_name=program)
     raise AssertionError("click leaves with an exit code")
 
 
@@ -292,13 +302,16 @@ def _measure(
     """Plan, measure, report, and leave with the run's exit code."""
     from contextlib import closing
 
+    from ncclep_bench.results.store import folder_of
     from ncclep_bench.runtime.launch import ended_as_at_the_keyboard
     from ncclep_bench.runtime.world import in_mpi_environment
     from ncclep_bench.sweeps.anonymise import anonymise_run, refuse_personal
     from ncclep_bench.sweeps.run import exit_code, last_words, plan_sweep, run_supervised
 
-    if resume is not None and out is not None:
-        raise click.UsageError("--resume goes on in its own folder: leave out --out.")
+    if resume is not None:
+        if out is not None:
+            raise click.UsageError("--resume goes on in its own folder: leave out --out.")
+        resume = folder_of(resume)
     renderers = _renderers(formats or _DEFAULT_FORMATS)
     command = ["ncclep-bench", *sys.argv[1:]]
 

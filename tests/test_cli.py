@@ -191,6 +191,37 @@ def test_a_run_over_sizes_is_resumed_as_a_sweep_is(tmp_path: Path) -> None:
     assert len(read_run(tmp_path / "run").measurements) == 4
 
 
+def test_resume_takes_the_file_of_a_run_and_other_ranks_but_no_other_cases(tmp_path: Path) -> None:
+    arguments = ["run", "-B", "in_memory", "-b", "4", "--np", "2", "--out", "run", "--", "dispatch"]
+    bench(*arguments, cwd=tmp_path)
+
+    again = bench("sweep", "--resume", "run/run.jsonl", "--np", "2", "--format", "csv", cwd=tmp_path)
+    refused = bench("sweep", "--resume", "run", "--set", "tokens=8", cwd=tmp_path)
+
+    assert again.returncode == 0, again.stderr
+    assert refused.returncode == 2
+    assert "leave out --set" in refused.stderr
+
+
+def test_ranks_start_where_the_current_folder_has_been_deleted(scenario: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    program = (
+        "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, [sys.executable, '-P', '-m', *sys.argv[1:]])"
+    )
+    command = ["ncclep_bench.cli", "sweep", scenario, "--backend", "host", "--out", tmp_path / "run"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, *map(str, command)],
+        cwd=tmp_path / "gone",
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
 def test_resume_refuses_a_run_of_other_cases(scenario: Path, tmp_path: Path) -> None:
     bench("sweep", scenario, "--out", "run", "--format", "csv", cwd=tmp_path)
 

@@ -8,7 +8,6 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -17,6 +16,7 @@ from ncclep_bench.backends.contract import Stats, sum_of
 from ncclep_bench.backends.cuda.backend import row_waiver, token_waiver
 from ncclep_bench.backends.cuda.distant import DistantTokenHandle
 from ncclep_bench.backends.cuda.experts import RegisteredExpertHandle
+from ncclep_bench.backends.cuda.registration import Registrations
 from ncclep_bench.backends.cuda.session import CudaSession
 from ncclep_bench.backends.cuda.tokens import VEC_BYTES, TokenHandle
 from ncclep_bench.backends.host.session import HostSession
@@ -66,6 +66,7 @@ class CudaEngine:
         self._given: list[int] = []
         self._broken: RankError | None = None
         self._open: set[_Calls[Any]] = set()
+        self._registrations: Registrations | None = None
         self._moved = Stats()
 
     # ---- buffers and streams ----
@@ -172,11 +173,15 @@ class CudaEngine:
         self._refuse_capture("the first call of this size", "sizes called before, or in the EpConfig")
         block_bytes = elements * self._dtype.itemsize
         self._refuse(row_waiver(self._session.size, block_bytes))
+        if self._registrations is None:
+            # Of all sizes: what one has dropped may lie where another is to be mapped.
+            capacity = self._config.ep_mr_cache_size
+            self._registrations = Registrations(self._session, self._placement.num_experts, capacity)
         make = functools.partial(
             RegisteredExpertHandle,
             placement=self._placement,
             block_bytes=block_bytes,
-            capacity=self._config.ep_mr_cache_size,
+            registrations=self._registrations,
             whole=(),
             part=(),
         )
@@ -226,7 +231,8 @@ class CudaEngine:
     @_on_device
     def stats(self) -> Stats:
         self._refuse_capture("stats", "outside of a capture")
-        return sum_of(self._moved, *(calls.stats() for calls in self._open))
+        registered = Stats(counters=dict(self._registrations.stats.counters)) if self._registrations else Stats()
+        return sum_of(self._moved, registered, *(calls.stats() for calls in self._open))
 
     @_on_device
     def synchronize(self) -> None:
@@ -241,6 +247,8 @@ class CudaEngine:
 
     def _close(self) -> None:
         _do_put_off(self.device)
+        if self._registrations is not None:
+            self._registrations.close()
         self._session.close()
         for address in self._given:
             self.device.free(address)
@@ -295,9 +303,6 @@ class CudaExpertCalls(_Calls[RegisteredExpertHandle]):
 
     def _rows(self, array: Array) -> list[int]:
         return [array.ctypes.data + row * self._handle.block_bytes for row in range(len(array))]
-
-    def stats(self) -> Stats:
-        return replace(super().stats(), counters=dict(self._handle.registrations.stats.counters))
 
 
 class CudaTokenCalls(_Calls[TokenHandle]):

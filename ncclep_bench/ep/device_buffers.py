@@ -87,10 +87,10 @@ def view_of_device(value: object, what: str) -> Array:
         address, read_only = interface["data"]
         strides = interface.get("strides")
         return _view(
-            address,
-            tuple(interface["shape"]),
+            operator.index(address),
+            tuple(map(operator.index, interface["shape"])),
             interface["typestr"],
-            None if strides is None else tuple(strides),
+            None if strides is None else tuple(map(operator.index, strides)),
             bool(read_only),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

@@ -162,6 +162,11 @@ def rewrite_run(
             _unwritable(file, error)
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of the run that `path` names as read_run takes it."""
+    return path.parent if path.name == RUN_FILE and not path.is_dir() else path
+
+
 def read_run(path: Path | str) -> Run:
     """The run in folder `path`, or in the run.jsonl that `path` names.
 

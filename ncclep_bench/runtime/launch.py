@@ -88,7 +88,7 @@ def rank_processes(
     """
     # Ranks run what this process runs, not a folder of its name in the current one. Where that is the same folder,
     # it may be the only way to import it.
-    safe = [] if Path.cwd() == _IMPORTED_FROM else ["-P"]
+    safe = [] if os.path.samefile(os.curdir, _IMPORTED_FROM) else ["-P"]
     starter = [] if launcher is None else [*launcher, "-n", str(ranks)]
     command = [*starter, sys.executable, *safe, "-m", module, *arguments]
     process = subprocess.Popen(

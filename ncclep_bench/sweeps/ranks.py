@@ -16,6 +16,7 @@ import msgspec
 
 from ncclep_bench.errors import BenchError, InputError
 from ncclep_bench.model.measurement import Measurement, Preflight
+from ncclep_bench.model.toml_file import shown
 from ncclep_bench.results.store import RunWriter
 from ncclep_bench.runtime.world import MpiGroup, abort, world
 from ncclep_bench.sweeps.job import Event, Job, JobFolder
@@ -73,7 +74,8 @@ def _run(job: Job, out: Path, group: MpiGroup, watcher: Watcher) -> int:
     """Measure the job; the exit code that all ranks leave with."""
     if group.rank == 0:
         # Whoever ends the ranks from outside leaves nobody to say it.
-        print(f"results go to {out}; if this is cut short, --resume {shlex.quote(str(out))} goes on", file=sys.stderr)
+        told = f"results go to {out}; if this is cut short, --resume {shlex.quote(str(out))} goes on"
+        print(shown(told), file=sys.stderr)
         watcher.begin(len(job.cases))
 
     def on_event(event: Event) -> None:

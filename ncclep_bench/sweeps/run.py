@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -235,7 +236,7 @@ def _remaining(plan: Plan, directory: Path, header: RunHeader, repeats: int) -> 
     if recorded != [scenario["cases"] for scenario in header.scenarios]:
         raise InputError(
             f"{directory} holds a run of other cases",
-            hint=f"continue it with the command that began it: {' '.join(run.header.command)}",
+            hint=f"it goes on with ncclep-bench sweep --resume {shlex.quote(str(directory))}, and nothing else",
         )
     RunWriter.resume(directory, header).close()
     settled = {(record.case, record.repeat) for record in run.measurements if record.outcome != "error"}

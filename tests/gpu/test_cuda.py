@@ -46,6 +46,7 @@ def test_every_kind_of_case_is_right_when_each_release_and_acquire_dawdles(mpi_r
         "captured",
         "captured_experts",
         "forgotten",
+        "recycled",
         "outlived",
         "ordered",
         "tensors",

@@ -444,6 +444,23 @@ def forgotten() -> None:
             right(truth)
 
 
+def recycled() -> None:
+    """What lies where another buffer was is right, also if that was one of another size or communicator's."""
+    with EpCommunicator(WORLD, config()) as comm, EpCommunicator(WORLD, config()) as other:
+        for number, (user, elements) in enumerate(
+            ((comm, ELEMENTS), (comm, ELEMENTS // 2), (other, ELEMENTS // 2)) * 2
+        ):
+            truth = integers(number, (EXPERTS, elements), np.float32)
+            params = Interface(truth[list(comm.local_experts)])
+            out = Interface(np.zeros_like(truth))
+            user.all_gather_experts(params, None, out, stream=STREAM)
+            np.testing.assert_array_equal(contents(out), truth)
+            # Its registrations stay until somebody hears of it.
+            DEVICE.free(out.address)
+            DEVICE.free(params.address)
+            WORLD.Barrier()
+
+
 def outlived() -> None:
     """A graph for more tokens than the last update writes nothing where the older routing would have had it."""
     fields = {"top_k": 1, "hidden": HIDDEN, "layout": "expert_major", "max_tokens_per_rank": TOKENS}

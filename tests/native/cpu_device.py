@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ncclep_bench.errors import UsageError
+from ncclep_bench.errors import RankError, UsageError
 from ncclep_bench.native.loader import ROOT
 from ncclep_bench.runtime.device import Allocation
 from ncclep_bench.runtime.group import Group
@@ -137,7 +137,8 @@ class CpuDevice:
         for mapped in self.mapped.values():
             other, *_, other_base, other_nbytes = struct.unpack_from(_HANDLE, mapped)
             apart = base + nbytes <= other_base or other_base + other_nbytes <= base
-            assert owner != other or apart, "a driver may refuse to map where it has mapped something"
+            if owner == other and not apart:
+                raise RankError(f"the memory of rank {rank} cannot be mapped where other memory is", ranks=(rank,))
         file = SharedFile.open(SharedFileHandle(*struct.unpack_from(_HANDLE, handle)[:4]))
         address = self._map(file, file.nbytes)
         self.mapped[address] = handle

@@ -176,7 +176,7 @@ class Sequence:
             self.session,
             placement=self.placement,
             block_bytes=4 * self.elements,
-            capacity=capacity,
+            registrations=Registrations(self.session, num_experts, capacity),
             whole=self.whole.addresses,
             part=self.part.addresses,
         )
@@ -263,6 +263,7 @@ class Sequence:
 
     def close(self) -> str | None:
         self.handle.close()
+        self.handle.registrations.close()
         self.session.close()
         self.whole.close()
         self.part.close()

@@ -25,6 +25,7 @@ PROGRAM = Path(__file__).with_name("communicator_ranks.py")
         "captured",
         "captured_experts",
         "forgotten",
+        "recycled",
         "outlived",
         "many",
         "handles",

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ncclep_bench.backends.contract import DeviceTimer, Stats, window_waiver
 from ncclep_bench.backends.cuda.distant import DistantTokenHandle
 from ncclep_bench.backends.cuda.experts import ExpertHandle, RegisteredExpertHandle
+from ncclep_bench.backends.cuda.registration import Registrations
 from ncclep_bench.backends.cuda.session import CudaSession
 from ncclep_bench.backends.cuda.staging import StagingOf, staging_of, this_host
 from ncclep_bench.backends.cuda.timer import GraphTimer
@@ -248,22 +249,24 @@ class _PreparedExperts(CudaPrepared):
         self._whole = {self.whole: np.zeros((case.num_experts, elements), dtype.numpy)}
         self._part = self._whole if in_place else {self.part: np.zeros((held, elements), dtype.numpy)}
         self._rows: dict[str, list[int]] = {}
-        self.registered: RegisteredExpertHandle | None = None
+        self.handle: ExpertHandle
+        self.registrations: Registrations | None = None
         if case.variant == "registered":
             self.needs_host = True
             self._rows = {
                 name: [self._user_row(block_bytes) for _ in range(rows)]
                 for name, rows in ((self.whole, case.num_experts), (self.part, held))
             }
-            self.handle = self.registered = RegisteredExpertHandle(
+            self.registrations = Registrations(session, case.num_experts, case.mr_cache_size or 0)
+            self.handle = RegisteredExpertHandle(
                 session,
                 placement=problem.placement,
                 block_bytes=block_bytes,
-                capacity=case.mr_cache_size or 0,
+                registrations=self.registrations,
                 whole=self._rows[self.whole],
                 part=self._rows[self.part],
             )
-            if session.staging is None and not self.registered.registrations.opens(self._rows[self.whole][0]):
+            if session.staging is None and not self.registrations.opens(self._rows[self.whole][0]):
                 self.algorithm = "staged_heap"
         else:
             self.handle = ExpertHandle(session, placement=problem.placement, block_bytes=block_bytes, in_place=in_place)
@@ -281,7 +284,7 @@ class _PreparedExperts(CudaPrepared):
         return USER_MEMORY[self.case.user_memory or "aligned"](self.session, nbytes)
 
     def counters(self) -> dict[str, float]:
-        return dict(self.registered.registrations.stats.counters) if self.registered else {}
+        return dict(self.registrations.stats.counters) if self.registrations else {}
 
     def enqueue(self) -> None:
         self.handle.run()
@@ -291,6 +294,8 @@ class _PreparedExperts(CudaPrepared):
 
     def close(self) -> None:
         self.handle.close()
+        if self.registrations:
+            self.registrations.close()
         super().close()
 
 

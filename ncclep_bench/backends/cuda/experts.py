@@ -276,14 +276,14 @@ class RegisteredExpertHandle(ExpertHandle):
         *,
         placement: Placement,
         block_bytes: int,
-        capacity: int,
+        registrations: Registrations,
         whole: Sequence[int],
         part: Sequence[int],
     ) -> None:
-        """`capacity`: registrations kept between calls; `whole`, `part`: as `place` takes them, on this rank."""
+        """`registrations`: the caller's, also of others; `whole`, `part`: as `place` takes them, on this rank."""
         # In place, the heap holds nothing but what is staged.
         super().__init__(session, placement=placement, block_bytes=block_bytes, in_place=True)
-        self.registrations = Registrations(session, placement.num_experts, capacity)
+        self.registrations = registrations
         self._written: dict[str, npt.NDArray[np.uint64]] = {}
         self._in_graphs: set[str] = set()
         """Tables that later calls leave as they are."""
@@ -386,10 +386,6 @@ class RegisteredExpertHandle(ExpertHandle):
             self._written[name] = table
         if capturing:
             self._in_graphs.add(name)
-
-    def close(self) -> None:
-        self.registrations.close()
-        super().close()
 
 
 def _joined(copies: list[tuple[int, int, int]], block_bytes: int) -> list[tuple[int, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from ncclep_bench.backends.cuda.session import CudaSession
 from ncclep_bench.backends.cuda.tokens import VEC_BYTES
 from ncclep_bench.backends.host.session import HostSession
 from ncclep_bench.backends.host.windows import RowWindows
-from ncclep_bench.errors import CannotRunError, UsageError
+from ncclep_bench.errors import CannotRunError, RankError, UsageError
 from ncclep_bench.runtime.device import HANDLE_BYTES, Allocation
 from ncclep_bench.runtime.registration import RegistrationCache
 
@@ -36,6 +37,10 @@ of, 0 where the list ends, and `_EVERYTHING` where it would not fit.
 
 _EVERYTHING = -1
 _HALVES = 2
+
+
+_OPEN = weakref.WeakSet["Registrations"]()
+"""Of this process."""
 
 
 class _NoHandleError(Exception):
@@ -77,6 +82,7 @@ class Registrations:
             for rank in self._meeting.local
         }
         self._cache: RegistrationCache[_Registration] = RegistrationCache(capacity, self.stats.count)
+        _OPEN.add(self)
         self._calls = 0
         self._live: Counter[int] = Counter()
         self._dropped: list[Allocation] = []
@@ -193,9 +199,24 @@ class Registrations:
         base = self._mapped.get(key)
         if base is None:
             start = time.perf_counter_ns()
-            base = self._mapped[key] = self._device.map(line["handle"].tobytes(), rank)
+            base = self._mapped[key] = self._map(line["handle"].tobytes(), rank)
             self.stats.count("mr_miss_total_us", (time.perf_counter_ns() - start) / 1e3)
         return base + int(line["offset"])
+
+    def _map(self, handle: bytes, rank: int) -> int:
+        try:
+            return self._device.map(handle, rank)
+        except RankError:
+            if self._device.capturing():
+                raise
+            # Another communicator's may still map what lay there before; what they need they map again.
+            for other in set(_OPEN) - {self}:
+                if other._device is self._device:
+                    other._unmap(other._mapped.keys() - other._in_graphs)
+            return self._device.map(handle, rank)
+
+    def _unmap(self, keys: Iterable[tuple[int, int]]) -> None:
+        self._device.unshare([self._mapped.pop(key) for key in keys])
 
     def _let_go(self) -> None:
         gone: list[tuple[int, int]] = []
@@ -208,7 +229,7 @@ class Registrations:
                 gone += listed & self._mapped.keys()
         if gone:
             start = time.perf_counter_ns()
-            self._device.unshare([self._mapped.pop(key) for key in gone])
+            self._unmap(gone)
             self.stats.count("mr_miss_total_us", (time.perf_counter_ns() - start) / 1e3)
 
     def _lines(self, rank: int, call: int) -> npt.NDArray[Any]:
@@ -218,8 +239,8 @@ class Registrations:
 
     def close(self) -> None:
         """Let go of everything that is mapped; waits for this rank's device alone."""
-        self._device.unshare(list(self._mapped.values()))
-        self._mapped.clear()
+        _OPEN.discard(self)
+        self._unmap(list(self._mapped))
         self._cache.clear()
         self._halves.clear()
         self._directories.close()
