@@ -95,6 +95,7 @@ CHECKS = Registry(
         "logged_gpudirect": "ncclep_bench.doctor.checks.logged_gpudirect:CHECKS",
         "logged_networks": "ncclep_bench.doctor.checks.logged_networks:CHECKS",
         "logged_setup": "ncclep_bench.doctor.checks.logged_setup:CHECKS",
+        "logged_processes": "ncclep_bench.doctor.checks.logged_processes:CHECKS",
         "logged_collectives": "ncclep_bench.doctor.checks.logged_collectives:CHECKS",
         "logged_expert_parallel": "ncclep_bench.doctor.checks.logged_expert_parallel:CHECKS",
         "hang": "ncclep_bench.doctor.checks.hang:CHECKS",
@@ -150,6 +151,7 @@ LOGS = Registry(
         "expert_parallel": "ncclep_bench.doctor.logs.expert_parallel:LOGS",
         "frameworks": "ncclep_bench.doctor.logs.frameworks:LOGS",
         "kernel": "ncclep_bench.doctor.logs.kernel:LOGS",
+        "processes": "ncclep_bench.doctor.logs.processes:LOGS",
     },
 )
 

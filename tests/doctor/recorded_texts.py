@@ -285,6 +285,7 @@ def said(text: str) -> str:
 
 DEEP_EP = "DeepEP buffer: 8 ranks, NVSHMEM 3.3.9\n"
 KERNEL = "Nov 29 09:00:01 gpu-07 kernel: nvidia-nvlink: Nvlink Core is being initialized, major device number 511\n"
+OOM = "Out of memory: Killed process 2211 (python) total-vm:91234567kB, anon-rss:65432100kB, file-rss:0kB"
 TORCH = "[rank{0}]:[E1129 09:00:0{1}.000000000 ProcessGroupNCCL.cpp:683] [Rank {0}] "
 WATCHDOG = (
     TORCH
@@ -744,6 +745,53 @@ RECORDED_TRIGGERS: dict[str, list[Recorded]] = {
         ),
         Recorded(warn("config magic mismatch: got 0x0"), "another version of the header"),
     ],
+    "LIM014": [
+        Recorded(
+            KERNEL.replace("nvidia-nvlink: Nvlink Core is being initialized, major device number 511", OOM),
+            "killer ended a process on gpu-07",
+        ),
+        Recorded(KERNEL + f"[ 912.345678] Memory cgroup {OOM[0].lower()}{OOM[1:]}\n", "killer ended a process"),
+        Recorded(
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=440575.0. Some tasks have been OOM Killed.\n",
+            "killer ended a process",
+        ),
+        Recorded(
+            "slurmstepd: error: Detected 2 oom-kill event(s) in step 3756240.batch cgroup.\n", "killer ended a process"
+        ),
+        Recorded(
+            "srun: error: nid001277: tasks 1-3: Out Of Memory\nsrun: Terminating StepId=440575.0\n",
+            "killer ended a process",
+        ),
+    ],
+    "LIM015": [
+        Recorded(
+            "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total "
+            "capacity of 139.80 GiB of which 1.12 GiB is free.\n",
+            "no memory left on rank 3 for 2.00 GiB",
+        )
+    ],
+    "LIM016": [
+        Recorded("Segmentation fault (core dumped)\n", "a process crashed"),
+        Recorded(
+            KERNEL + "[ 88.123456] python[2211]: segfault at 0 ip 00007f2b sp 00007ffd error 4 in libnccl.so.2\n",
+            "crashed",
+        ),
+        Recorded("srun: error: Orion-18-69: task 289: Bus error\n", "a process crashed"),
+        Recorded(
+            "mpirun noticed that process rank 3 with PID 0 on node gpu-07 exited on signal 11 (Segmentation fault).\n",
+            "a process crashed on rank 3",
+        ),
+    ],
+    "LIM017": [
+        Recorded(
+            "mpirun noticed that process rank 3 with PID 0 on node gpu-07 exited on signal 9 (Killed).\n",
+            "from outside .signal 9. on rank 3",
+        ),
+        Recorded("srun: error: gpu-07: task 3: Killed\n", "from outside"),
+        Recorded("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n", "from outside"),
+        Recorded("  traceback : Signal 9 (SIGKILL) received by PID 2211\n", "from outside"),
+        Recorded("/var/spool/slurmd/job00191/slurm_script: line 28:  8156 Killed   python3 main.py\n", "from outside"),
+    ],
     "MPI003": [Recorded("mca:mpi:base:param:mpi_built_with_cuda_support:value:false\n", "built without CUDA")],
     "NCCL014": [
         Recorded(
@@ -835,11 +883,19 @@ HEALTHY_KERNEL = Recorded(
 HEALTHY_TORCH = Recorded(
     "[rank0]:[I1129 09:00:00.000000000 ProcessGroupNCCL.cpp:970] [PG ID 0 Rank 0] ProcessGroupNCCL created\n"
 )
+HEALTHY_PROCESSES = Recorded(
+    KERNEL
+    + "Nov 29 09:00:02 gpu-07 kernel: oom_reaper: waiting\n"
+    + "srun: job 4711 queued and waiting for resources\n"
+    + "srun: Force Terminated StepId=4711.0\n"
+    + "torch.distributed.elastic: Signal 15 (SIGTERM) received by PID 2211\n"
+)
 _CALM = {
     "log.nccl": HEALTHY_NCCL,
     "log.expert_parallel": HEALTHY_EP,
     "log.kernel": HEALTHY_KERNEL,
     "log.frameworks": HEALTHY_TORCH,
+    "log.processes": HEALTHY_PROCESSES,
 }
 
 RECORDED_PEACEFUL: dict[str, list[Recorded]] = {

@@ -46,7 +46,7 @@ def scan(stream: Readable, file: str) -> dict[str, list[Event]]:
     for name, family in families.items():
         for signature in family.signatures:
             by_cue[signature.cue.encode()].append((name, signature))
-    unseen = {mark.encode(): name for name, family in families.items() for mark in family.marks}
+    unseen = {name: [mark.encode() for mark in family.marks] for name, family in families.items()}
     events: dict[str, list[Event]] = {}
     kept: dict[tuple[str, int | None], int] = defaultdict(int)
     ranks: dict[tuple[str, str], int] = {}
@@ -71,7 +71,7 @@ def scan(stream: Readable, file: str) -> dict[str, list[Event]]:
                 kept[signature.kind, rank] += 1
                 there.append(_event(signature, match, at, text, host, rank))
     for name in families:
-        if name not in unseen.values():
+        if name not in unseen:
             events.setdefault(name, [])
     return events
 
@@ -81,11 +81,11 @@ def _room(kind: str, rank: int | None) -> int:
 
 
 def _candidates(
-    stream: Readable, by_cue: dict[bytes, list[tuple[str, Signature]]], unseen: dict[bytes, str]
+    stream: Readable, by_cue: dict[bytes, list[tuple[str, Signature]]], unseen: dict[str, list[bytes]]
 ) -> Iterator[tuple[int, bytes, list[tuple[str, Signature]]]]:
     """(line number, line, signatures whose cue it holds), in order; lines of endless length are cut.
 
-    Takes out of `unseen` the marks that it meets.
+    Takes out of `unseen`, marks by family, the families of which it meets one.
     """
     cues_of: dict[bytes, tuple[bytes, ...]] = {}
     before, rest, chunks, left = 0, b"", 0, FIRST_READ
@@ -101,9 +101,8 @@ def _candidates(
         lowered = chunk.lower()
         if chunks < MARKED_CHUNKS:
             chunks += 1
-            for family in {family for mark, family in unseen.items() if mark in lowered}:
-                for mark in [mark for mark, name in unseen.items() if name == family]:
-                    del unseen[mark]
+            for name in [name for name, marks in unseen.items() if any(mark in lowered for mark in marks)]:
+                del unseen[name]
         lines = lowered.split(b"\n")
         hits = _hits(lines, lowered, by_cue, cues_of, max(left, CHUNK_READ))
         left -= len(hits)
@@ -165,7 +164,7 @@ def _speaker(
     """Host and rank of a line; a process whose rank its first lines told keeps it."""
     groups = match.groupdict()
     prefix = _NCCL_PREFIX.search(text)
-    host = prefix["host"] if prefix else ""
+    host = prefix["host"] if prefix else groups.get("host") or ""
     if not host and (syslog := _SYSLOG_HOST.match(text)):
         host = syslog[1]
     if said := groups.get("rank"):
