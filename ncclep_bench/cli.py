@@ -304,7 +304,7 @@ def _measure(
 
     from ncclep_bench.results.store import folder_of
     from ncclep_bench.runtime.launch import ended_as_at_the_keyboard
-    from ncclep_bench.runtime.world import in_mpi_environment
+    from ncclep_bench.runtime.world import environment_rank, environment_sizes, in_mpi_environment
     from ncclep_bench.sweeps.anonymise import anonymise_run, refuse_personal
     from ncclep_bench.sweeps.run import exit_code, last_words, plan_sweep, run_supervised
 
@@ -323,8 +323,15 @@ def _measure(
             refuse_personal(planned.cases, knows)
         return planned
 
+    started = in_mpi_environment() and environment_sizes()[0] != 1
+    if started and ranks is not None:
+        raise InputError(
+            f"--np {ranks} in a rank of a launcher, which would start ranks of its own in each",
+            hint="leave out --np, or mpirun and srun",
+        )
     if dry_run:
-        _show_dry_run(plan(ranks))
+        if not environment_rank():
+            _show_dry_run(plan(environment_sizes()[0] if started else ranks))
         return
     if ranks is None and in_mpi_environment():
         from ncclep_bench.sweeps.ranks import run_in_ranks
@@ -468,15 +475,20 @@ def _show_dry_run(plan: Plan) -> None:
 @main.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("--format", "formats", multiple=True, help=f"Of {', '.join(FORMATS)}; may be repeated.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for files.  [that of the first run]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for files.  [the run's; of several reports/RUN+RUN-TIME]"
+)
 @_own_exit_codes
 def report(runs: tuple[Path, ...], formats: tuple[str, ...], out: Path | None) -> None:
     """Render recorded runs again, several of them into one report."""
     from ncclep_bench.results.frames import load_run
+    from ncclep_bench.results.store import folder_of, new_folder
 
     renderers = _renderers(formats or _DEFAULT_FORMATS)
     frames = load_run(list(runs))
-    folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
+    folders = [folder_of(run) for run in runs]
+    # What several runs have in common is in none of them.
+    folder = out or (folders[0] if len(runs) == 1 else new_folder(folder.resolve().name for folder in folders))
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)

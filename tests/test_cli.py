@@ -203,6 +203,30 @@ def test_resume_takes_the_file_of_a_run_and_other_ranks_but_no_other_cases(tmp_p
     assert "leave out --set" in refused.stderr
 
 
+def test_a_report_of_several_runs_leaves_theirs_as_they_are(tmp_path: Path) -> None:
+    for out in ("one", "other"):
+        bench("run", "dispatch", "--np", "2", "-B", "in_memory", "--out", out, cwd=tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    done = bench("report", "one", "other", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "results: reports/one+other-20" in done.stderr
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_under_a_launcher_np_is_refused_and_a_dry_run_has_the_launchers_ranks(tmp_path: Path) -> None:
+    ranks = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+
+    refused = bench("run", "dispatch", "--np", "2", "-B", "in_memory", cwd=tmp_path, **ranks)
+    shown = bench("run", "dispatch", "--dry-run", cwd=tmp_path, **ranks)
+
+    assert refused.returncode == 2
+    assert "leave out --np, or mpirun and srun" in refused.stderr
+    assert "ranks=2" in shown.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_start_where_the_current_folder_has_been_deleted(scenario: Path, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     program = (

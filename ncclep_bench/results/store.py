@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -160,6 +162,22 @@ def rewrite_run(
                 draft.unlink(missing_ok=True)
         except OSError as error:
             _unwritable(file, error)
+
+
+def new_folder(names: Iterable[str]) -> Path:
+    """reports/NAMES-TIME, made here, with a number behind where one of the same second has it."""
+    name = f"{'+'.join(names)[:80]}-{datetime.now():%Y%m%d-%H%M%S}"
+    for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))):
+        directory = Path("reports", name + suffix)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            if directory.exists():
+                continue
+        except OSError:
+            pass  # Whoever writes there says why it cannot.
+        return directory
+    raise AssertionError("numbers do not end")
 
 
 def folder_of(path: Path) -> Path:

@@ -20,7 +20,7 @@ from ncclep_bench.model.case import Case
 from ncclep_bench.model.measurement import Measurement, Preflight, RunHeader
 from ncclep_bench.model.scenario import Scenario
 from ncclep_bench.registry import BACKENDS
-from ncclep_bench.results.store import RunWriter, read_run, sole_writer
+from ncclep_bench.results.store import RunWriter, new_folder, read_run, sole_writer
 from ncclep_bench.runtime.launch import launcher_command, require_room_for_mpi
 from ncclep_bench.sweeps.environment import environment
 from ncclep_bench.sweeps.expand import expand
@@ -198,20 +198,8 @@ def exit_code(directory: Path) -> int:
 
 
 def default_directory(plan: Plan) -> Path:
-    """reports/SCENARIO-TIME, made here, with a number behind where a run of the same second has it."""
-    names = "+".join(scenario.name for scenario in plan.scenarios)
-    name = f"{names[:80]}-{datetime.now():%Y%m%d-%H%M%S}"
-    for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))):
-        directory = Path("reports", name + suffix)
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:
-            if directory.exists():
-                continue
-        except OSError:
-            pass  # Whoever writes there says why it cannot.
-        return directory
-    raise AssertionError("numbers do not end")
+    """reports/SCENARIO-TIME, made here."""
+    return new_folder(scenario.name for scenario in plan.scenarios)
 
 
 @contextmanager
