@@ -302,7 +302,8 @@ class CudaExpertCalls(_Calls[RegisteredExpertHandle]):
         self._handle.run()
 
     def _rows(self, array: Array) -> list[int]:
-        return [array.ctypes.data + row * self._handle.block_bytes for row in range(len(array))]
+        first, step = array.ctypes.data, self._handle.block_bytes
+        return list(range(first, first + len(array) * step, step))
 
 
 class CudaTokenCalls(_Calls[TokenHandle]):

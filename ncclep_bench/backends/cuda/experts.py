@@ -157,15 +157,16 @@ class ExpertHandle:
         held = self.placement.experts_of_rank[self.session.rank]
         inbox = {(part.peer, expert): part.address for expert, part in self._coming(has_gradient)}
         terms = np.zeros((len(held), self.session.size), np.uint64)
-        for local, expert in enumerate(held):
-            for rank in map(int, np.flatnonzero(has_gradient[:, expert])):
-                terms[local, rank] = inbox.get((rank, expert)) or self._gradient(rank, expert)
+        for local, rank in np.argwhere(has_gradient[:, list(held)].T).tolist():
+            terms[local, rank] = inbox.get((rank, held[local])) or self._gradient(rank, held[local])
         self._write_table("terms", terms)
         sums = [self._late.get(expert) or self._held(local, expert) for local, expert in enumerate(held)]
         self._write_table("sums", np.array(sums, np.uint64))
 
     def _coming(self, has_gradient: BoolArray) -> list[tuple[int, Part]]:
         """Experts whose gradients come from ranks out of reach, and where they arrive."""
+        if not self.session.out_of_reach:
+            return []
         held = self.placement.experts_of_rank[self.session.rank]
         if self._inbox == 0:
             self._inbox = self.session.allocate(len(held) * len(self.session.out_of_reach) * self.block_bytes)
@@ -284,6 +285,9 @@ class RegisteredExpertHandle(ExpertHandle):
         # In place, the heap holds nothing but what is staged.
         super().__init__(session, placement=placement, block_bytes=block_bytes, in_place=True)
         self.registrations = registrations
+        elsewhere = frozenset(range(session.size)) - session.out_of_reach - {session.rank}
+        self._held_elsewhere = np.array([not elsewhere.isdisjoint(owners) for owners in placement.owners])
+        """Whether another rank in reach holds an expert."""
         self._written: dict[str, npt.NDArray[np.uint64]] = {}
         self._in_graphs: set[str] = set()
         """Tables that later calls leave as they are."""
@@ -297,21 +301,16 @@ class RegisteredExpertHandle(ExpertHandle):
         self.whole, self.part = list(whole), list(part)
 
     def gather(self, needed: BoolArray) -> None:
-        me, size, out_of_reach = self.session.rank, self.session.size, self.session.out_of_reach
-        near = [rank for rank in range(size) if rank not in out_of_reach]
-        read = [
-            (local, expert)
-            for local, expert in enumerate(self.placement.experts_of_rank[me])
-            if any(self._serves(needed, me, rank, expert) for rank in near if rank != me)
-        ]
-        # From the next rank on, so that not all read from one at once.
-        wanted = [
-            (rank, expert)
-            for rank in sorted(near, key=lambda rank: (rank - me) % size)
-            for expert in self.placement.experts_of_rank[rank]
-            if self._serves(needed, rank, me, expert)
-        ]
+        me, size, holder = self.session.rank, self.session.size, self.placement.replica_rank
+        near = np.array([rank not in self.session.out_of_reach for rank in range(size)])
+        taken = needed & (holder == me) & near[:, None]
+        taken[me] = False
         local_of = {expert: local for local, expert in enumerate(self.placement.experts_of_rank[me])}
+        read = [(local_of[expert], expert) for expert in np.flatnonzero(taken.any(axis=0)).tolist()]
+        # From the next rank on, so that not all read from one at once.
+        coming = np.flatnonzero(needed[me] & near[holder[me]])
+        coming = coming[np.argsort((holder[me, coming] - me) % size, kind="stable")]
+        wanted = list(zip(holder[me, coming].tolist(), coming.tolist(), strict=True))
 
         def copy() -> None:
             self._publish([(expert, self.part[local]) for local, expert in read], "all_gather_experts")
@@ -335,12 +334,7 @@ class RegisteredExpertHandle(ExpertHandle):
         self.run = self._gather_around(needed, copy)
 
     def reduce(self, has_gradient: BoolArray, dtype: str) -> None:
-        elsewhere = frozenset(range(self.session.size)) - self.session.out_of_reach - {self.session.rank}
-        read = [
-            expert
-            for expert in map(int, np.flatnonzero(has_gradient[self.session.rank]))
-            if elsewhere.intersection(self.placement.owners[expert])
-        ]
+        read = np.flatnonzero(has_gradient[self.session.rank] & self._held_elsewhere).tolist()
         moves = self._late_moves()
 
         def add() -> None:

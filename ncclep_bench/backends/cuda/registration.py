@@ -89,6 +89,8 @@ class Registrations:
         """What peers have not been told to let go of."""
         self._mapped: dict[tuple[int, int], int] = {}
         self._in_graphs: set[tuple[int, int]] = set()
+        self._columns: dict[int, tuple[list[int], list[int]]] = {}
+        """Of the ranks of which the call has asked something."""
 
     # ---- the owner ----
 
@@ -99,19 +101,23 @@ class Registrations:
         UsageError for a row that is no memory of this device, ends behind its allocation, or is not aligned.
         """
         lines = self._lines(self._session.rank, self._calls + 1)
+        identities, offsets, handles = lines["identity"], lines["offset"], lines["handle"]
         staged = []
+        allocation = None
         for number, address in rows:
-            registration = self._acquire(address, nbytes)
+            if allocation is None or not 0 <= address - allocation.base < allocation.nbytes:
+                allocation = self._device.allocation_of(address)
+            registration = self._acquire(allocation, address, nbytes)
             if registration is None:
                 staged.append(number)
-                lines[number]["identity"] = 0
+                identities[number] = 0
                 continue
-            allocation, handle = registration
-            lines[number]["identity"], lines[number]["offset"] = allocation.identity, address - allocation.base
-            lines[number]["handle"][: len(handle)] = np.frombuffer(handle, np.uint8)
+            identities[number], offsets[number] = allocation.identity, address - allocation.base
+            handles[number, : len(registration.handle)] = np.frombuffer(registration.handle, np.uint8)
         self._tell_dropped(lines["dropped"])
         self.stats.count("mr_staged", len(staged))
         self._calls += 1
+        self._columns.clear()
         self._meeting.sync(operation)
         self._let_go()
         return staged
@@ -124,17 +130,12 @@ class Registrations:
         """Whether peers can map the memory at an address."""
         return bool(self._device.export(self._device.allocation_of(address)))
 
-    def _check(self, address: int) -> Allocation:
-        """The allocation of a row. Raises UsageError where it is no memory of this device, or the row not aligned."""
+    def _acquire(self, allocation: Allocation, address: int, nbytes: int) -> _Registration | None:
+        """None where no peer can open the memory. Raises UsageError where the row is not aligned."""
         if address % VEC_BYTES:
             raise UsageError(
                 f"rank {self._session.rank}: a row lies at {address:#x}", hint=f"allowed: multiples of {VEC_BYTES}"
             )
-        return self._device.allocation_of(address)
-
-    def _acquire(self, address: int, nbytes: int) -> _Registration | None:
-        """None where no peer can open the memory."""
-        allocation = self._check(address)
         with contextlib.suppress(_NoHandleError):
             # With the identity: what has been freed is never found again, whatever lies there now.
             key = (allocation.identity, address, nbytes)
@@ -190,8 +191,8 @@ class Registrations:
 
     def address_of(self, rank: int, number: int) -> int:
         """Where this rank sees a row that a peer in reach has published in the call; 0 where it has been staged."""
-        line = self._lines(rank, self._calls)[number]
-        key = (rank, int(line["identity"]))
+        identities, offsets = self._published(rank)
+        key = (rank, identities[number])
         if not key[1]:
             return 0
         if self._device.capturing():
@@ -199,9 +200,17 @@ class Registrations:
         base = self._mapped.get(key)
         if base is None:
             start = time.perf_counter_ns()
-            base = self._mapped[key] = self._map(line["handle"].tobytes(), rank)
+            handle = self._lines(rank, self._calls)[number]["handle"]
+            base = self._mapped[key] = self._map(handle.tobytes(), rank)
             self.stats.count("mr_miss_total_us", (time.perf_counter_ns() - start) / 1e3)
-        return base + int(line["offset"])
+        return base + offsets[number]
+
+    def _published(self, rank: int) -> tuple[list[int], list[int]]:
+        """Identity and offset of each row that a rank has published in the call."""
+        if rank not in self._columns:
+            lines = self._lines(rank, self._calls)
+            self._columns[rank] = lines["identity"].tolist(), lines["offset"].tolist()
+        return self._columns[rank]
 
     def _map(self, handle: bytes, rank: int) -> int:
         try:
