@@ -25,10 +25,10 @@ class Registry:
         target = self.table.get(name)
         if target is None:
             close = difflib.get_close_matches(name, self.table, n=1)
-            raise InputError(
-                f"unknown {self.kind} {name!r}",
-                hint=(f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(self.table)}",
-            )
+            hint = (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(self.table)}"
+            if all(part in self.table for part in name.split(",")):
+                hint = "name one at a time"
+            raise InputError(f"unknown {self.kind} {name!r}", hint=hint)
         module, _, attribute = target.partition(":")
         return getattr(importlib.import_module(module), attribute)
 

@@ -326,6 +326,9 @@ def test_a_file_that_names_no_ranks_does_not_decide_those_of_the_next(scenario: 
     [
         (["sweep"], ["SCENARIO"]),
         (["sweep", "."], [".: is a folder", "scenarios list"]),
+        (["sweep", "small"], ["unknown scenario 'small'", "./small.toml"]),
+        (["sweep", "small.toml", "-B", "host,cuda"], ["unknown backend 'host,cuda'", "one at a time"]),
+        (["report", "small.toml"], ["small.toml: not the record of a run", "give a run's folder"]),
         (["sweep", "no-such"], ["unknown scenario 'no-such'", "quick"]),
         (["sweep", "quick"], ["names no ranks", "--np"]),
         (["sweep", "quick", "--np", "3"], ["num_experts 8 is not divisible by 3 ranks"]),

@@ -210,7 +210,7 @@ def read_run(path: Path | str) -> Run:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        record = _decode(file, number, line)
+        record = _decode(file, number, line, first=not headers)
         if isinstance(record, RunHeader):
             headers.append(record)
         elif headers:
@@ -230,11 +230,14 @@ def read_run(path: Path | str) -> Run:
     return Run(file, headers[0], tuple(final.values()), tuple(headers[1:]), tuple(warnings), len(data) - len(tail))
 
 
-def _decode(file: Path, number: int, line: bytes) -> Measurement | RunHeader:
+def _decode(file: Path, number: int, line: bytes, *, first: bool) -> Measurement | RunHeader:
     try:
         record = _DECODER.decode(line)
     except msgspec.MsgspecError as error:
         _refuse_newer(file, number, line)
+        if first:
+            hint = f"give a run's folder, or its {RUN_FILE}"
+            raise InputError(f"{file}: not the record of a run: line {number}: {error}", hint=hint) from None
         hint = "remove the line to use the rest"
         raise InputError(f"{file}:{number}: not a result line: {error}", hint=hint) from None
     if isinstance(record, RunHeader) and record.schema_version > SCHEMA_VERSION:

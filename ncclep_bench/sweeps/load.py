@@ -124,6 +124,11 @@ def _locate(name_or_path: str) -> Path:
         return path
     scenarios = find_scenarios()
     if name_or_path not in scenarios:
+        if (lying_here := Path(f"{name_or_path}.toml")).is_file():
+            raise InputError(
+                f"unknown scenario {name_or_path!r}",
+                hint=f"there is a file {lying_here}: give it as a path, ./{lying_here}",
+            )
         close = difflib.get_close_matches(name_or_path, scenarios, n=1)
         raise InputError(
             f"unknown scenario {name_or_path!r}",
