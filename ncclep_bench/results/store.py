@@ -230,7 +230,7 @@ def read_run(path: Path | str) -> Run:
     return Run(file, headers[0], tuple(final.values()), tuple(headers[1:]), tuple(warnings), len(data) - len(tail))
 
 
-def _decode(file: Path, number: int, line: bytes, *, first: bool) -> Measurement | RunHeader:
+def _decode(file: Path, number: int, line: bytes, *, first: bool = False) -> Measurement | RunHeader:
     try:
         record = _DECODER.decode(line)
     except msgspec.MsgspecError as error:
