@@ -21,7 +21,8 @@ from ncclep_bench.model.dtype import dtype_named
 from ncclep_bench.model.plan import IntArray
 from ncclep_bench.registry import COLLECTIVES
 from ncclep_bench.runtime import nccl
-from ncclep_bench.runtime.device import Device, cuda_device, gpu_count, missing
+from ncclep_bench.runtime.device import cuda_device, gpu_count, missing
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 from ncclep_bench.runtime.nccl import Communicator, DeviceArray, EpShape, ExpertParallel
 

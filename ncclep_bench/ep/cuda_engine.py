@@ -29,7 +29,8 @@ from ncclep_bench.model.dtype import DType, dtype_named
 from ncclep_bench.model.ep_config import EpConfig
 from ncclep_bench.model.placement import Placement
 from ncclep_bench.native.loader import Launches
-from ncclep_bench.runtime.device import Device, callers_device
+from ncclep_bench.runtime.device import callers_device
+from ncclep_bench.runtime.device_contract import Device
 
 device_of: Callable[[int], Device] = callers_device
 """What runs a rank's kernels: a GPU, in tests a CPU."""

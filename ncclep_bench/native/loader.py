@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ncclep_bench.errors import BenchError
-from ncclep_bench.runtime.device import Device
+from ncclep_bench.runtime.device_contract import Device
 
 ROOT = Path(__file__).parent
 USUAL_SHARED_BYTES = 48 << 10

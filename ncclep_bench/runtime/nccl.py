@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 from ncclep_bench.errors import BenchError, CannotRunError
 from ncclep_bench.model.case import WINDOWS, Window
 from ncclep_bench.model.dtype import DType
-from ncclep_bench.runtime.device import CudaDevice, Device, cupy_nccl
+from ncclep_bench.runtime.device import CudaDevice, cupy_nccl
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 
 _UINT8, _SUM = 1, 0

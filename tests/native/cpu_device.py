@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ncclep_bench.errors import RankError, UsageError
 from ncclep_bench.native.loader import ROOT
-from ncclep_bench.runtime.device import Allocation
+from ncclep_bench.runtime.device_contract import Allocation
 from ncclep_bench.runtime.group import Group
 from ncclep_bench.runtime.shared_memory import Mapping, SharedFile, SharedFileHandle
 

@@ -25,7 +25,7 @@ from ncclep_bench.backends.cuda.staging import (
     this_host,
 )
 from ncclep_bench.errors import BenchError
-from ncclep_bench.runtime.device import Device
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 from ncclep_bench.runtime.world import MpiGroup, world
 from tests.cases import make_case, make_problem

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ncclep_bench.backends.nccl.backend import Nccl
 from ncclep_bench.model.dtype import DType
-from ncclep_bench.runtime.device import Device
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 from ncclep_bench.runtime.nccl import Part
 from ncclep_bench.runtime.world import world

@@ -27,7 +27,7 @@ from ncclep_bench.errors import BenchError
 from ncclep_bench.model.placement import Placement, placement_of
 from ncclep_bench.model.scenario import Timing
 from ncclep_bench.registry import BACKENDS
-from ncclep_bench.runtime.device import Allocation, Device
+from ncclep_bench.runtime.device_contract import Allocation, Device
 from ncclep_bench.runtime.world import MpiGroup, world
 from ncclep_bench.sweeps.execute import Routings, measure
 from ncclep_bench.sweeps.expand import expand

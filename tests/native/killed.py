@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ncclep_bench.backends.cuda.backend import Cuda
 from ncclep_bench.errors import BenchError
-from ncclep_bench.runtime.device import Device, cuda_device
+from ncclep_bench.runtime.device import cuda_device
+from ncclep_bench.runtime.device_contract import Device
 from tests.cases import make_case, make_problem
 from tests.ep.file_group_ranks import FileGroup
 from tests.native.cpu_device import CpuDevice

@@ -25,7 +25,8 @@ from ncclep_bench.model.dtype import dtype_named
 from ncclep_bench.model.placement import Placement, placement_of
 from ncclep_bench.native.loader import USUAL_SHARED_BYTES
 from ncclep_bench.registry import COLLECTIVES
-from ncclep_bench.runtime.device import CudaDevice, Device, cuda_device, missing
+from ncclep_bench.runtime.device import CudaDevice, cuda_device, missing
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 
 Array = npt.NDArray[Any]

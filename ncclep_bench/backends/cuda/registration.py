@@ -18,7 +18,7 @@ from ncclep_bench.backends.cuda.tokens import VEC_BYTES
 from ncclep_bench.backends.host.session import HostSession
 from ncclep_bench.backends.host.windows import RowWindows
 from ncclep_bench.errors import CannotRunError, RankError, UsageError
-from ncclep_bench.runtime.device import HANDLE_BYTES, Allocation
+from ncclep_bench.runtime.device_contract import HANDLE_BYTES, Allocation
 from ncclep_bench.runtime.registration import RegistrationCache
 
 _ENTRY = np.dtype(

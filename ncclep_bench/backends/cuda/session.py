@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ncclep_bench.backends.cuda.staging import Staging, StagingOf, staging_of, this_host
 from ncclep_bench.errors import CannotRunError, RankError, UsageError
 from ncclep_bench.native.loader import Launch, Launcher
-from ncclep_bench.runtime.device import Device
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 from ncclep_bench.runtime.nccl import Part
 from ncclep_bench.runtime.world import MpiGroup

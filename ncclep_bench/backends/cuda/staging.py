@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ncclep_bench.errors import CannotRunError, RankError
 from ncclep_bench.runtime import nccl
-from ncclep_bench.runtime.device import CudaDevice, Device
+from ncclep_bench.runtime.device import CudaDevice
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 from ncclep_bench.runtime.nccl import Communicator, Part
 from ncclep_bench.runtime.world import MpiGroup

@@ -18,7 +18,8 @@ from ncclep_bench.model.case import Case, Window
 from ncclep_bench.model.dtype import SCALE_BLOCK, dtype_named
 from ncclep_bench.model.placement import placement_of
 from ncclep_bench.runtime import nccl
-from ncclep_bench.runtime.device import CudaDevice, Device, cuda_device, gpu_count, missing
+from ncclep_bench.runtime.device import CudaDevice, cuda_device, gpu_count, missing
+from ncclep_bench.runtime.device_contract import Device
 from ncclep_bench.runtime.group import Group
 from ncclep_bench.runtime.nccl import Communicator, Part
 
