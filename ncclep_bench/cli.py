@@ -265,10 +265,18 @@ def _again(directory: Path, instead: dict[str, Any]) -> NoReturn:
     for option, value in instead.items():
         values = value if isinstance(value, tuple) else () if value is None else (value,)
         options += [word for value in values for word in (option, str(value))]
-    for option in ("--out", *options[::2]):
+    # A launcher's ranks start none.
+    for option in ("--out", *options[::2], *(("--np", "--launcher") if _one_of_several() else ())):
         arguments = list(_without_option(arguments, option))
     main.main([command, *options, *arguments], prog_name=program)
     raise AssertionError("click leaves with an exit code")
+
+
+def _one_of_several() -> bool:
+    """Whether a launcher has started this process among others; a shell that srun has started is alone."""
+    from ncclep_bench.runtime.world import environment_sizes, in_mpi_environment
+
+    return in_mpi_environment() and environment_sizes()[0] != 1
 
 
 def _without_option(arguments: Sequence[str], option: str) -> Iterable[str]:
@@ -323,15 +331,14 @@ def _measure(
             refuse_personal(planned.cases, knows)
         return planned
 
-    started = in_mpi_environment() and environment_sizes()[0] != 1
-    if started and ranks is not None:
+    if ranks is not None and _one_of_several():
         raise InputError(
             f"--np {ranks} in a rank of a launcher, which would start ranks of its own in each",
             hint="leave out --np, or mpirun and srun",
         )
     if dry_run:
         if not environment_rank():
-            _show_dry_run(plan(environment_sizes()[0] if started else ranks))
+            _show_dry_run(plan(environment_sizes()[0] if ranks is None and in_mpi_environment() else ranks))
         return
     if ranks is None and in_mpi_environment():
         from ncclep_bench.sweeps.ranks import run_in_ranks
@@ -488,7 +495,9 @@ def report(runs: tuple[Path, ...], formats: tuple[str, ...], out: Path | None) -
     frames = load_run(list(runs))
     folders = [folder_of(run) for run in runs]
     # What several runs have in common is in none of them.
-    folder = out or (folders[0] if len(runs) == 1 else new_folder(folder.resolve().name for folder in folders))
+    has_files = any(render.file for render in renderers.values())
+    joined = len(runs) > 1 and has_files
+    folder = out or (new_folder(folder.resolve().name for folder in folders) if joined else folders[0])
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)

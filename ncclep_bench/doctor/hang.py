@@ -23,7 +23,7 @@ from ncclep_bench.doctor.run import all_checks
 from ncclep_bench.doctor.text import lines_of
 from ncclep_bench.errors import CannotRunError, InputError
 from ncclep_bench.model.facts import Fact, Facts, told
-from ncclep_bench.registry import PARSERS
+from ncclep_bench.registry import LOGS, PARSERS
 from ncclep_bench.runtime.child import run_bounded
 
 RAS_DEADLINE_S = 15.0
@@ -34,7 +34,7 @@ MAX_FRAMES = 8
 _GPU_FACTS = frozenset({"gpus.query", "gpus.unreadable", "gpus.processes"})
 OWN_FACTS = frozenset({"hang.sources", "job.processes", "job.meetings", "job.stacks", "ras.reports"})
 _WAITS_IN_LOGS = frozenset({"EP201", "NCCL015"})
-_LOGS = ("log.nccl", "log.expert_parallel", "log.frameworks", "log.kernel")
+_LOGS = tuple(f"log.{name}" for name in LOGS)
 _NO_LOG = Fact("absent", "--log", reason="no log was given: --log FILE")
 _FRAME = re.compile(r" +(\S.* \(.*:\d+\))\s*")
 _DENIED = re.compile(r"permission denied|not permitted", re.IGNORECASE)

@@ -248,12 +248,12 @@ class CudaEngine:
 
     def _close(self) -> None:
         _do_put_off(self.device)
-        if self._registrations is not None:
-            self._registrations.close()
-        self._session.close()
-        for address in self._given:
-            self.device.free(address)
-        self._given = []
+        with contextlib.ExitStack() as stack:
+            while self._given:
+                stack.callback(self.device.free, self._given.pop())
+            stack.callback(self._session.close)
+            if self._registrations is not None:
+                stack.callback(self._registrations.close)
 
 
 class _Calls(Generic[Handle]):

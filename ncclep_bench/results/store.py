@@ -182,7 +182,7 @@ def new_folder(names: Iterable[str]) -> Path:
 
 def folder_of(path: Path) -> Path:
     """The folder of the run that `path` names as read_run takes it."""
-    return path.parent if path.name == RUN_FILE and not path.is_dir() else path
+    return path.parent if path.is_file() else path
 
 
 def read_run(path: Path | str) -> Run:

@@ -120,7 +120,8 @@ def _begin(
     def prepare() -> _Start:
         if repeats > 1:
             raise InputError(
-                "--repeats needs fresh processes, which only --np starts", hint="give --np, or no --repeats"
+                "--repeats needs fresh processes, which only --np starts",
+                hint="start it without mpirun, with --np; or leave out --repeats",
             )
         own = plan(group.size)
         backends = sorted({case.backend for case in own.cases})

@@ -224,7 +224,7 @@ def _remaining(plan: Plan, directory: Path, header: RunHeader, repeats: int) -> 
     if recorded != [scenario["cases"] for scenario in header.scenarios]:
         raise InputError(
             f"{directory} holds a run of other cases",
-            hint=f"it goes on with ncclep-bench sweep --resume {shlex.quote(str(directory))}, and nothing else",
+            hint=f"it goes on with ncclep-bench sweep --resume {shlex.quote(str(directory))}, without scenarios",
         )
     RunWriter.resume(directory, header).close()
     settled = {(record.case, record.repeat) for record in run.measurements if record.outcome != "error"}

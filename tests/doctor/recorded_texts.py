@@ -888,6 +888,10 @@ HEALTHY_PROCESSES = Recorded(
     + "Nov 29 09:00:02 gpu-07 kernel: oom_reaper: waiting\n"
     + "srun: job 4711 queued and waiting for resources\n"
     + "srun: Force Terminated StepId=4711.0\n"
+    + "Nov 29 09:00:03 gpu-07 kernel: pcieport 0000:00:01.0: PCIe Bus Error: severity=Corrected, type=Physical Layer\n"
+    + "Nov 29 09:00:03 gpu-07 kernel: i2c i2c-0: bus error\n"
+    + "note: a wrong count may cause a segmentation fault\n"
+    + "Changes: Segmentation fault in libfoo was mended\n"
     + "torch.distributed.elastic: Signal 15 (SIGTERM) received by PID 2211\n"
 )
 _CALM = {

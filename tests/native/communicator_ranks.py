@@ -426,14 +426,14 @@ def forgotten() -> None:
 
         # In a capture peers cannot let go of what has been freed.
         freed = called()
-        DEVICE.free(freed.address)
+        if RANK == 0:
+            DEVICE.free(freed.address)
         again, truth = params()
-        reused = again.address == freed.address and RANKS > 1
-        if len(set(WORLD.allgather(reused))) == 1:
-            asked = refused(UsageError, "where another buffer was", "before the capture")
-            with Graph(), asked if reused else contextlib.nullcontext():
-                call(again)
-        else:
+        reused = WORLD.allgather(again.address == freed.address and RANKS > 1)
+        words = (
+            ("where another buffer was", "before the capture") if reused[RANK] else ("rank 0 has refused its buffers",)
+        )
+        with Graph(), refused(UsageError, *words) if any(reused) else contextlib.nullcontext():
             call(again)
         for _ in range(2):
             call(again)

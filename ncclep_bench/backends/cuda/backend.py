@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -294,10 +295,11 @@ class _PreparedExperts(CudaPrepared):
         return self.handle.moved()
 
     def close(self) -> None:
-        self.handle.close()
-        if self.registrations:
-            self.registrations.close()
-        super().close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().close)
+            if self.registrations:
+                stack.callback(self.registrations.close)
+            self.handle.close()
 
 
 class PreparedGather(_PreparedExperts):

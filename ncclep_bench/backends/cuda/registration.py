@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +32,11 @@ _ENTRY = np.dtype(
 """One line of a rank's directory: the allocation in which a row lies, and where in it.
 
 Identity 0: the row is staged. `dropped` belongs to no row: identities of allocations that peers must let go
-of, 0 where the list ends, and `_EVERYTHING` where it would not fit.
+of, 0 where the list ends. Where it would not fit it begins with `_EVERYTHING`, and holds those that graphs have used:
+of these nothing else is let go of then. `_REFUSED`: the call is none.
 """
 
-_EVERYTHING = -1
+_EVERYTHING, _REFUSED = -1, -2
 _HALVES = 2
 
 
@@ -91,6 +92,7 @@ class Registrations:
         self._in_graphs: set[tuple[int, int]] = set()
         self._columns: dict[int, tuple[list[int], list[int]]] = {}
         """Of the ranks of which the call has asked something."""
+        self._given_to_graphs: set[int] = set()
 
     # ---- the owner ----
 
@@ -98,9 +100,33 @@ class Registrations:
         """Tell peers where this rank's rows lie, (number, address) of `nbytes` each; the numbers that are not mapped.
 
         Returns when all ranks of the host have published. What is registered stays so until `release`. Raises
-        UsageError for a row that is no memory of this device, ends behind its allocation, or is not aligned.
+        UsageError, on all of them, for a row that is no memory of this device, ends behind its allocation, is not
+        aligned, or in a capture lies where peers have mapped something else.
         """
         lines = self._lines(self._session.rank, self._calls + 1)
+        refused: UsageError | None = None
+        try:
+            staged = self._register_rows(lines, rows, nbytes)
+            self._tell_dropped(lines["dropped"])
+        except UsageError as error:
+            refused, lines["dropped"][0] = error, _REFUSED
+        self._calls += 1
+        self._columns.clear()
+        self._meeting.sync(operation)
+        if refused is not None:
+            raise refused
+        for rank in self._near:
+            if self._lines(rank, self._calls)["dropped"][0] == _REFUSED:
+                raise UsageError(
+                    f"rank {self._session.rank}: {operation}: rank {rank} has refused its buffers",
+                    hint="its own error says why; all can call again",
+                )
+        self.stats.count("mr_staged", len(staged))
+        self._let_go()
+        return staged
+
+    def _register_rows(self, lines: npt.NDArray[Any], rows: Iterable[tuple[int, int]], nbytes: int) -> list[int]:
+        """Fill this rank's lines; the numbers of those that stay unregistered."""
         identities, offsets, handles = lines["identity"], lines["offset"], lines["handle"]
         staged = []
         allocation = None
@@ -114,12 +140,8 @@ class Registrations:
                 continue
             identities[number], offsets[number] = allocation.identity, address - allocation.base
             handles[number, : len(registration.handle)] = np.frombuffer(registration.handle, np.uint8)
-        self._tell_dropped(lines["dropped"])
-        self.stats.count("mr_staged", len(staged))
-        self._calls += 1
-        self._columns.clear()
-        self._meeting.sync(operation)
-        self._let_go()
+            if self._device.capturing():
+                self._given_to_graphs.add(allocation.identity)
         return staged
 
     def release(self) -> None:
@@ -185,7 +207,9 @@ class Registrations:
             if identity not in self._live
         ]
         self._dropped = []
-        told[: len(dropped)] = dropped if len(dropped) <= len(told) else _EVERYTHING
+        if len(dropped) > len(told):
+            dropped = [_EVERYTHING, *self._given_to_graphs.intersection(dropped)][: len(told)]
+        told[: len(dropped)] = dropped
 
     # ---- the peers ----
 
@@ -215,27 +239,28 @@ class Registrations:
     def _map(self, handle: bytes, rank: int) -> int:
         try:
             return self._device.map(handle, rank)
-        except RankError:
+        except RankError as error:
             if self._device.capturing():
-                raise
+                hint = "call this once with the same buffers before the capture"
+                raise RankError(error.message, ranks=error.ranks, hint=hint) from error
             # Another communicator's may still map what lay there before; what they need they map again.
             for other in set(_OPEN) - {self}:
-                if other._device is self._device:
+                with other._device.current():
                     other._unmap(other._mapped.keys() - other._in_graphs)
             return self._device.map(handle, rank)
 
-    def _unmap(self, keys: Iterable[tuple[int, int]]) -> None:
+    def _unmap(self, keys: Collection[tuple[int, int]]) -> None:
+        self._in_graphs -= set(keys)
         self._device.unshare([self._mapped.pop(key) for key in keys])
 
     def _let_go(self) -> None:
         gone: list[tuple[int, int]] = []
         for rank in self._near:
             told = self._lines(rank, self._calls)["dropped"]
+            listed = {(rank, int(identity)) for identity in told[: np.count_nonzero(told)]} & self._mapped.keys()
             if told[0] == _EVERYTHING:
-                gone += [key for key in self._mapped.keys() - self._in_graphs if key[0] == rank]
-            else:
-                listed = {(rank, int(identity)) for identity in told[: np.count_nonzero(told)]}
-                gone += listed & self._mapped.keys()
+                listed |= {key for key in self._mapped.keys() - self._in_graphs if key[0] == rank}
+            gone += listed
         if gone:
             start = time.perf_counter_ns()
             self._unmap(gone)
@@ -249,11 +274,12 @@ class Registrations:
     def close(self) -> None:
         """Let go of everything that is mapped; waits for this rank's device alone."""
         _OPEN.discard(self)
-        self._unmap(list(self._mapped))
-        self._cache.clear()
-        self._halves.clear()
-        self._directories.close()
-        self._meeting.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._meeting.close)
+            stack.callback(self._directories.close)
+            stack.callback(self._halves.clear)
+            stack.callback(self._cache.clear)
+            self._unmap(list(self._mapped))
 
 
 def _replaces(one: Allocation, other: Allocation) -> bool:

@@ -18,8 +18,8 @@ def _gpu_memory(facts: Facts) -> Iterator[Trouble]:
 
 
 def _killed(facts: Facts) -> Iterator[Trouble]:
-    # Which of them the kernel's own message explains, launchers do not say.
-    if (events := events_of(facts, "killed")) and not events_of(facts, "oom_killed"):
+    # Launchers kill the others when one has failed, and do not say which of them the kernel has ended.
+    if (events := events_of(facts, "killed")) and not events_of(facts, "oom_killed", "crashed", "gpu_memory"):
         yield Trouble(
             f"a process was killed from outside (signal 9){who(events)}: by the kernel for want of memory, a limit of "
             "time, or somebody",

@@ -7,6 +7,9 @@ from ncclep_bench.doctor.logs.contract import Family, signature
 _TASKS = r"srun: error: (?P<host>[\w.-]+): tasks? (?P<task>[\d,-]+): "
 _RANK = r"(?:process rank (?P<rank>\d+) with .* on node (?P<host>\S+) .*)?"
 
+# Where a program says it of another: not in prose, nor in what the kernel says of a bus ("PCIe Bus Error").
+_SAID = r"(?:^\s*|[:(]\s?|\d\s+)"
+
 _SIGNATURES = (
     signature(
         "oom_killed",
@@ -18,8 +21,8 @@ _SIGNATURES = (
     signature(
         "gpu_memory", "cuda out of memory", r"CUDA out of memory\. Tried to allocate (?P<size>[\d.]+ [KMGT]iB).*"
     ),
-    signature("crashed", "segmentation fault", _RANK + r"\bSegmentation fault\b.*"),
-    signature("crashed", "bus error", _RANK + r"\bBus error\b.*"),
+    signature("crashed", "segmentation fault", _RANK + _SAID + r"(?-i:Segmentation fault\b)(?! in ).*"),
+    signature("crashed", "bus error", _RANK + _SAID + r"(?-i:Bus error\b)(?! in ).*"),
     signature("crashed", "segfault at", r"(?P<program>[\w.:/-]+)\[(?P<pid>\d+)\]: segfault at .*"),
     signature(
         "killed",
