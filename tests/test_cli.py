@@ -180,6 +180,14 @@ def test_resume_measures_only_what_is_missing(scenario: Path, tmp_path: Path) ->
     assert len(read_run(file).measurements) == CASES
 
 
+def test_a_run_that_went_on_with_other_timing_says_so(scenario: Path, tmp_path: Path) -> None:
+    bench("sweep", scenario, "--set", "budget_s=0.02", "--out", "run", "--format", "csv", cwd=tmp_path)
+    done = bench("sweep", scenario, "--set", "budget_s=0.03", "--resume", "run", "--format", "console", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "budget_s 0.03 in place of 0.02" in " ".join(done.stdout.split())
+
+
 def test_a_run_over_sizes_is_resumed_as_a_sweep_is(tmp_path: Path) -> None:
     bench("run", "dispatch", "--np", "2", "-B", "in_memory", "-b", "4", "-e", "8", "--out", "run", cwd=tmp_path)
     store = tmp_path / "run" / "run.jsonl"

@@ -189,7 +189,8 @@ def read_run(path: Path | str) -> Run:
     """The run in folder `path`, or in the run.jsonl that `path` names.
 
     Raises InputError, with file and line, for what is not a run or was written by a newer version. A last line that was
-    cut off while it was written is left out and reported in `warnings`, as is a run that was not finished.
+    cut off while it was written is left out and reported in `warnings`, as are a run that was not finished and one that
+    went on with other timing.
     """
     file = Path(path)
     if file.is_dir():
@@ -227,7 +228,18 @@ def read_run(path: Path | str) -> Run:
             f"{file}: {present} of {planned} cases, the run was not finished: ncclep-bench sweep --resume "
             f"{shlex.quote(str(file.parent))} goes on with it"
         )
+    for header in headers[1:]:
+        warnings += [f"{file}: went on at {header.started_at} with {change}" for change in _retimed(headers[0], header)]
     return Run(file, headers[0], tuple(final.values()), tuple(headers[1:]), tuple(warnings), len(data) - len(tail))
+
+
+def _retimed(first: RunHeader, then: RunHeader) -> Iterator[str]:
+    """What a resumed run measures otherwise than it began: its cases are compared all the same."""
+    for begun, resumed in zip(first.scenarios, then.scenarios, strict=False):
+        before, after = begun.get("timing", {}), resumed.get("timing", {})
+        for key, value in before.items():
+            if key != "deadline_s" and after.get(key, value) != value:
+                yield f"{key} {after[key]} in place of {value}"
 
 
 def _decode(file: Path, number: int, line: bytes, *, first: bool = False) -> Measurement | RunHeader:
