@@ -69,6 +69,27 @@ def mpi_command() -> Callable[..., list[str]]:
     return command
 
 
+def shared_memory() -> set[str]:
+    """What MPI has in /dev/shm for processes that are gone: nobody maps it."""
+    left = set(map(str, Path("/dev/shm").glob("mpich_shm_*")))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            text = maps.read_text()
+            left = {segment for segment in left if segment not in text}
+    return left
+
+
+def _remove_left_memory(since: float) -> None:
+    """Of ranks that were killed or aborted: tests beside this one look whether theirs leave any."""
+    left = shared_memory()
+    # What a rank elsewhere has just made is mapped a moment later.
+    time.sleep(0.2)
+    for segment in left & shared_memory():
+        with contextlib.suppress(FileNotFoundError):
+            if Path(segment).stat().st_mtime >= since:
+                Path(segment).unlink()
+
+
 @pytest.fixture
 def mpi_run(mpi_command: Callable[..., list[str]]) -> MpiRun:
     """Run `python *python_args` (a script, or `"-m", module`) on real MPI ranks and wait for all of them.
@@ -86,7 +107,7 @@ def mpi_run(mpi_command: Callable[..., list[str]]) -> MpiRun:
         cwd: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
         command = mpi_command(ranks, *python_args, auto_cleanup=auto_cleanup)
-        mark = str(uuid.uuid4())
+        mark, started_at = str(uuid.uuid4()), time.time()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -105,6 +126,8 @@ def mpi_run(mpi_command: Callable[..., list[str]]) -> MpiRun:
             pytest.fail(f"{ranks} ranks did not end within {deadline_s:g} s\n{stdout}\n{stderr}")
         finally:
             _kill_run(mark)
+            if process.returncode:
+                _remove_left_memory(started_at)
         return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -31,22 +30,12 @@ from ncclep_bench.doctor_cli import main
 from ncclep_bench.errors import InputError
 from ncclep_bench.runtime.device import missing
 from ncclep_bench.runtime.launch import marked_processes
-from tests.conftest import MpiRun
+from tests.conftest import MpiRun, shared_memory
 from tests.native.cpu_device import COMPILER
 
 ROOT = {"PYTHONPATH": str(Path(__file__).parents[3])}
 ON_HOST = [test for test in all_self_tests() if "host" in test.backends]
 HOST_FAULTS = [fault for fault in FAULTS if all("host" in self_test_named(code).backends for code in fault.tests)]
-
-
-def shared_memory() -> set[str]:
-    """What MPI has in /dev/shm for processes that are gone: nobody maps it."""
-    left = set(map(str, Path("/dev/shm").glob("mpich_shm_*")))
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            text = maps.read_text()
-            left = {segment for segment in left if segment not in text}
-    return left
 
 
 def leftovers() -> tuple[set[str], list[str], list[int]]:
